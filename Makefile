@@ -1,0 +1,54 @@
+# Two commands do everything on a new machine with Python 3.10+, Rust and make: `make demo` and `make test`.
+.DEFAULT_GOAL := help
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs')
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CARGO_TERM_COLOR := never
+
+.PHONY: help build test test-rust test-python lint wheel clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Everything the tests, the checks and the demo need, then the package itself, editable.
+$(VENV)/.requirements: requirements-dev.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.build: $(VENV)/.requirements $(RUST_SOURCES)
+	$(BIN)/maturin develop -q --release
+	@touch $@
+
+build: $(VENV)/.build  ## Make the environment and build the package into it
+
+-include mk/*.mk
+
+test: lint test-rust test-python  ## Every test and check that needs no vLLM
+
+lint: build  ## Formatting, linters, types, stubs
+	cargo fmt --check
+	cargo clippy -q --all-targets -- -D warnings
+	cargo clippy -q --all-targets --features python -- -D warnings
+	$(BIN)/ruff format --check python tests benches scripts
+	$(BIN)/ruff check python tests benches scripts
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml ubatch_guard._core
+
+test-rust:  ## Rust: unit tests, properties, exhaustive small scope
+	cargo test -q --release
+
+test-python: build  ## Python tests
+	$(BIN)/python -m pytest -q
+
+wheel: build  ## One wheel for this platform, in dist/
+	$(BIN)/maturin build --release -o dist
+
+clean:  ## Remove everything that was built
+	rm -rf $(VENV) target dist .venv-vllm*

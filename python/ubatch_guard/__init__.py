@@ -1,0 +1,1 @@
+"""Exact guard for microbatched LLM inference with prefix caching."""

@@ -1,0 +1,135 @@
+"""The Rust core. Use :mod:`ubatch_guard`; this module is private."""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from ubatch_guard.step import IntArray, KVCacheGroup
+
+__version__: str
+
+class GuardError(ValueError):
+    """Input that the guard cannot decide on; the message has the values."""
+
+class DtypeError(GuardError):
+    """An array is neither int32 nor int64."""
+
+class ShapeError(GuardError):
+    """Lengths or dimensions that disagree, or a block table row shorter than its request needs."""
+
+class TokenCountError(GuardError):
+    """A negative token count, or counts whose sum does not fit."""
+
+class BlockIdError(GuardError):
+    """A block id outside its pool."""
+
+class GroupError(GuardError):
+    """A KV cache group that cannot be: no tokens per column, a window of 0, and the like."""
+
+class UnknownRequestError(GuardError):
+    """A request id or slot the mirror has no row for."""
+
+class DuplicateRequestError(GuardError):
+    """A request id that the mirror holds already, or that stands twice in a batch."""
+
+# (first, last, reader, writer, group, block)
+_Unsafe = tuple[int, int, int, int, int, int]
+# (permutation, swaps)
+_Order = tuple[list[int], list[tuple[int, int]]]
+
+@final
+class Checker:
+    """Stateless check over numpy block tables; keeps scratch between calls."""
+    def __new__(cls, groups: Sequence[KVCacheGroup]) -> Checker: ...
+    def is_safe(
+        self,
+        block_tables: Sequence[IntArray],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        first_cut: int | None = None,
+        last_cut: int | None = None,
+        num_settled_tokens: IntArray | None = None,
+    ) -> bool:
+        """Whether no cut in ``first_cut .. last_cut`` (default: any cut of the step) is unsafe."""
+    def unsafe_cuts(
+        self,
+        block_tables: Sequence[IntArray],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        first_cut: int | None = None,
+        last_cut: int | None = None,
+        num_settled_tokens: IntArray | None = None,
+    ) -> list[_Unsafe]:
+        """The unsafe cuts, clipped to ``first_cut .. last_cut``, ascending and disjoint."""
+    def order(
+        self,
+        block_tables: Sequence[IntArray],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        phases: npt.NDArray[np.int8] | None = None,
+        num_settled_tokens: IntArray | None = None,
+    ) -> _Order | None:
+        """A batch order without unsafe cuts whose phases do not descend, or None."""
+
+@final
+class Mirror:
+    """Block tables of the live requests on the host, with a count per block of the rows that hold it."""
+    def __new__(cls, groups: Sequence[KVCacheGroup]) -> Mirror: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, request_id: object, /) -> bool: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of heap memory held."""
+    def add(self, request_id: str, rows: Sequence[Sequence[int] | IntArray]) -> None:
+        """A new request with one row of block ids per group."""
+    def replace(self, request_id: str, rows: Sequence[Sequence[int] | IntArray]) -> None:
+        """Give a known request new rows."""
+    def append(self, request_id: str, rows: Sequence[Sequence[int] | IntArray]) -> None:
+        """Add blocks to the ends of a request's rows."""
+    def append_each(
+        self, request_ids: Sequence[str], rows: Sequence[Sequence[Sequence[int] | IntArray] | None]
+    ) -> None:
+        """`append` for a whole step, as vLLM's ``CachedRequestData.new_block_ids`` has it; None: nothing new."""
+    def free(self, request_id: str) -> None:
+        """The request's rows go."""
+    def clear(self) -> None:
+        """All rows go."""
+    def slots(self, request_ids: Sequence[str]) -> npt.NDArray[np.int32]:
+        """int32, shape ``[len(request_ids)]``: the handles that the questions below take, in batch order."""
+    def row(self, request_id: str, group: int) -> npt.NDArray[np.int32]:
+        """int32, shape ``[columns]``: a copy of a request's row."""
+    def is_safe(
+        self,
+        slots: npt.NDArray[np.int32],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        first_cut: int | None = None,
+        last_cut: int | None = None,
+    ) -> bool:
+        """As `Checker.is_safe`, at one look per written block."""
+    def unsafe_cuts(
+        self,
+        slots: npt.NDArray[np.int32],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        first_cut: int | None = None,
+        last_cut: int | None = None,
+    ) -> list[_Unsafe]:
+        """As `Checker.unsafe_cuts`."""
+    def order(
+        self,
+        slots: npt.NDArray[np.int32],
+        num_computed_tokens: IntArray,
+        num_scheduled_tokens: IntArray,
+        phases: npt.NDArray[np.int8] | None = None,
+    ) -> _Order | None:
+        """As `Checker.order`."""
+    def first_difference(
+        self, slots: npt.NDArray[np.int32], group: int, block_table: IntArray, num_blocks_per_row: IntArray
+    ) -> tuple[int, int] | None:
+        """Where an engine's own block table disagrees: ``(batch position, column)``, or None.
+
+        Column is the shorter length where one row is a prefix of the other.
+        """

@@ -1,0 +1,488 @@
+//! Unsafe cuts of a step: who reads what a later token of the same step still has to write.
+//!
+//! The batch is swept from its end. Standing at a request, the blocks that *later* requests write are in a set,
+//! and only a reader that finds one of its own blocks there can be cut away from its writer. So a batch with writers in
+//! front of their readers costs no look-up at all, and what a request writes itself is never in its way.
+
+use std::ops::{ControlFlow, Range};
+
+use crate::bitset::{BlockId, BlockSet, suspects};
+use crate::error::{Error, Result};
+use crate::step::{Batch, Group, Request, Row, Tables, columns};
+
+/// A maximal range of unsafe cuts, and the culprits that make its first cut unsafe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UnsafeCuts {
+    /// First unsafe cut, in tokens.
+    pub first: u32,
+    /// Last unsafe cut, in tokens.
+    pub last: u32,
+    /// Who reads, who writes, and where.
+    pub hazard: Hazard,
+}
+
+/// A read of a KV slot that another request of the step writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hazard {
+    /// Batch position of the reader.
+    pub reader: usize,
+    /// Batch position of the writer.
+    pub writer: usize,
+    /// Index of the KV cache group.
+    pub group: usize,
+    /// The block.
+    pub block: u32,
+    /// Step offset of the token that writes last among those the reader reads.
+    pub last_write: u32,
+}
+
+/// The cuts asked about, both included. Cut K puts the offsets below K in the earlier microbatch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cuts {
+    /// First cut.
+    pub first: u32,
+    /// Last cut.
+    pub last: u32,
+}
+
+impl Cuts {
+    /// Every cut.
+    pub const ALL: Cuts = Cuts { first: 0, last: u32::MAX };
+
+    /// Whether some cut lies in both this range and `first ..= last`.
+    #[inline]
+    fn meet(self, first: u32, last: u32) -> bool {
+        self.first.max(first) <= self.last.min(last)
+    }
+}
+
+/// A block that a request writes in this step.
+#[derive(Debug, Clone, Copy)]
+struct Write {
+    block: u32,
+    request: u32,
+    column: u32,
+    /// Index + 1 of the write to the same block before this one; 0: none.
+    previous: u32,
+}
+
+/// The blocks of one group that requests of this step write.
+#[derive(Debug)]
+struct Written {
+    blocks: BlockSet,
+    writes: Vec<Write>,
+    /// Per block, index + 1 of its latest write; means something only for members of `blocks`. It is filled when a
+    /// reader first hits the set, for a look at a random place per written block is what a safe step should not pay.
+    latest: Vec<u32>,
+    indexed: usize,
+    /// When the longest-used of the blocks came into use (mirror only).
+    since: u32,
+}
+
+impl Written {
+    fn new(num_blocks: u32) -> Self {
+        Self { blocks: BlockSet::new(num_blocks), writes: Vec::new(), latest: Vec::new(), indexed: 0, since: u32::MAX }
+    }
+
+    fn clear(&mut self) {
+        self.blocks.clear(self.writes.iter().map(|write| write.block));
+        self.writes.clear();
+        self.indexed = 0;
+        self.since = u32::MAX;
+    }
+
+    #[inline]
+    fn insert(&mut self, block: u32, request: usize, column: u32, since: u32) {
+        // 1 stands for "not the first": the index is filled later.
+        let previous = u32::from(!self.blocks.insert(block));
+        #[expect(clippy::cast_possible_truncation, reason = "a batch has fewer than 2^31 requests")]
+        self.writes.push(Write { block, request: request as u32, column, previous });
+        self.since = self.since.min(since);
+    }
+
+    /// The writes to a member of `blocks`.
+    fn to(&mut self, block: u32, num_blocks: u32) -> impl Iterator<Item = Write> + '_ {
+        if self.latest.is_empty() {
+            self.latest.resize(num_blocks as usize, 0);
+        }
+        for (index, write) in (1_u32..).zip(&mut self.writes).skip(self.indexed) {
+            let latest = &mut self.latest[write.block as usize];
+            write.previous = if write.previous == 0 { 0 } else { *latest };
+            *latest = index;
+        }
+        self.indexed = self.writes.len();
+        let mut index = self.latest[block as usize];
+        std::iter::from_fn(move || {
+            let write = *self.writes.get(index.checked_sub(1)? as usize)?;
+            index = write.previous;
+            Some(write)
+        })
+    }
+}
+
+/// The check of a step, with scratch that is kept from call to call.
+#[derive(Debug)]
+pub struct Checker {
+    groups: Vec<Group>,
+    written: Vec<Written>,
+}
+
+impl Checker {
+    /// A checker for an engine with these KV cache groups.
+    ///
+    /// # Errors
+    /// [`Error::Group`].
+    pub fn new(groups: Vec<Group>) -> Result<Self> {
+        for (index, group) in groups.iter().enumerate() {
+            group.validate(index)?;
+        }
+        let written = groups.iter().map(|group| Written::new(group.num_blocks)).collect();
+        Ok(Self { groups, written })
+    }
+
+    /// The KV cache groups.
+    #[must_use]
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// Bytes of heap memory held.
+    #[must_use]
+    pub fn nbytes(&self) -> usize {
+        self.written
+            .iter()
+            .map(|group| {
+                group.blocks.nbytes()
+                    + group.latest.capacity() * size_of::<u32>()
+                    + group.writes.capacity() * size_of::<Write>()
+            })
+            .sum()
+    }
+
+    /// Whether none of the cuts is unsafe.
+    ///
+    /// # Errors
+    /// A row too short or a block id outside the pool, where the check comes upon it before an unsafe cut.
+    pub fn is_safe(&mut self, tables: &(impl Tables + ?Sized), batch: &Batch, cuts: Cuts) -> Result<bool> {
+        let mut safe = true;
+        self.sweep(tables, batch, cuts, true, |_, _| safe = false)?;
+        Ok(safe)
+    }
+
+    /// The unsafe cuts among `cuts`, ascending and disjoint, none touching the next.
+    ///
+    /// # Errors
+    /// A row too short, or a block id outside the pool.
+    pub fn unsafe_cuts(
+        &mut self,
+        tables: &(impl Tables + ?Sized),
+        batch: &Batch,
+        cuts: Cuts,
+        found: &mut Vec<UnsafeCuts>,
+    ) -> Result<()> {
+        found.clear();
+        // Readers come with descending offsets, so every range starts at or before those found so far.
+        self.sweep(tables, batch, cuts, false, |offset, hazard| {
+            let mut range =
+                UnsafeCuts { first: cuts.first.max(offset + 1), last: cuts.last.min(hazard.last_write), hazard };
+            while let Some(next) = found.pop_if(|next| next.first <= range.last + 1) {
+                range.last = range.last.max(next.last);
+            }
+            found.push(range);
+        })?;
+        found.reverse();
+        Ok(())
+    }
+
+    /// Sweep the batch from its end and report, for each reader with an unsafe cut among `cuts`, its offset and its
+    /// furthest hazard.
+    fn sweep<T: Tables + ?Sized>(
+        &mut self,
+        tables: &T,
+        batch: &Batch,
+        cuts: Cuts,
+        stop_at_first: bool,
+        mut report: impl FnMut(u32, Hazard),
+    ) -> Result<()> {
+        self.clear();
+        let requests = batch.requests();
+        for (position, request) in requests.iter().enumerate().rev() {
+            if request.scheduled == 0 {
+                continue;
+            }
+            let mut furthest: Option<Hazard> = None;
+            for (index, (group, written)) in self.groups.iter().zip(&mut self.written).enumerate() {
+                let hit = |written: &mut Written, column: u32, block: u32| {
+                    // Everything in the set is written by requests behind this one.
+                    if let Some((last_write, writer)) =
+                        furthest_write(group, written, requests, position, column, block)
+                        && cuts.meet(request.offset + 1, last_write)
+                        && furthest.is_none_or(|known| known.last_write < last_write)
+                    {
+                        furthest = Some(Hazard { reader: position, writer, group: index, block, last_write });
+                        return if stop_at_first { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+                    }
+                    ControlFlow::Continue(())
+                };
+                if scan_reads(tables, index, group, written, position, request, hit)?.is_break() {
+                    break;
+                }
+            }
+            if let Some(hazard) = furthest {
+                report(request.offset, hazard);
+                if stop_at_first {
+                    break;
+                }
+            }
+            for (index, (group, written)) in self.groups.iter().zip(&mut self.written).enumerate() {
+                insert_writes(tables, index, group, written, position, request, cuts.first)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Report each pair (reader, writer) of different requests in which the reader reads a slot that the writer
+    /// writes in this step, whatever their order in the batch. A pair can come more than once.
+    ///
+    /// # Errors
+    /// A row too short, or a block id outside the pool.
+    pub fn dependencies<T: Tables + ?Sized>(
+        &mut self,
+        tables: &T,
+        batch: &Batch,
+        mut report: impl FnMut(usize, usize),
+    ) -> Result<()> {
+        self.clear();
+        let requests = batch.requests();
+        for (index, (group, written)) in self.groups.iter().zip(&mut self.written).enumerate() {
+            for (position, request) in requests.iter().enumerate() {
+                insert_writes(tables, index, group, written, position, request, 0)?;
+            }
+            for (position, request) in requests.iter().enumerate() {
+                let flow = scan_reads(tables, index, group, written, position, request, |written, column, block| {
+                    for write in written.to(block, group.num_blocks) {
+                        let writer = write.request as usize;
+                        if writer != position && last_shared_slot(group, requests, position, column, write).is_some() {
+                            report(position, writer);
+                        }
+                    }
+                    ControlFlow::Continue(())
+                })?;
+                debug_assert!(flow.is_continue());
+            }
+        }
+        Ok(())
+    }
+
+    fn clear(&mut self) {
+        for written in &mut self.written {
+            written.clear();
+        }
+    }
+}
+
+/// Put the blocks that a request writes at the offset `from` or later into the set.
+#[inline]
+fn insert_writes<T: Tables + ?Sized>(
+    tables: &T,
+    index: usize,
+    group: &Group,
+    written: &mut Written,
+    position: usize,
+    request: &Request,
+    from: u32,
+) -> Result<()> {
+    let writes = request.writes();
+    if T::TRUSTED && (writes.is_empty() || request.offset_of(writes.end - 1) < from) {
+        return Ok(());
+    }
+    // Positions below this one are written before any of the cuts.
+    let start = writes.start + from.saturating_sub(request.offset).min(request.scheduled);
+    let first = group.column(start.min(writes.end.saturating_sub(1)));
+    let row = tables.row(index, position);
+    let mut touched = columns(group, &writes);
+    if T::TRUSTED {
+        touched.start = touched.start.max(first);
+    }
+    for column in touched {
+        let block = block_at(index, group, row, position, column)?;
+        if let Some(block) = block
+            && column >= first
+            && start < writes.end
+            && let Some(since) = tables.shared_since(index, block)
+        {
+            written.insert(block, position, column, since);
+        }
+    }
+    Ok(())
+}
+
+/// Call `hit` for each column of a request's reads whose block is in the set.
+#[inline]
+fn scan_reads<T: Tables + ?Sized>(
+    tables: &T,
+    index: usize,
+    group: &Group,
+    written: &mut Written,
+    position: usize,
+    request: &Request,
+    hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+) -> Result<ControlFlow<()>> {
+    let mut read = columns(group, &request.reads(group));
+    if T::TRUSTED {
+        if written.blocks.is_empty() {
+            return Ok(ControlFlow::Continue(()));
+        }
+        read.start = read.start.max(tables.first_column_since(index, position, written.since));
+    }
+    if read.is_empty() {
+        return Ok(ControlFlow::Continue(()));
+    }
+    let row = tables.row(index, position);
+    let too_short =
+        || Error::RowTooShort { group: index, request: position, found: row.len(), needed: read.end as usize };
+    let span = read.start as usize..read.end as usize;
+    let scan = Scan { index, group, position };
+    match row {
+        Row::I32(ids) => {
+            if ids.len() < span.end {
+                return Err(too_short());
+            }
+            match ids.to_slice() {
+                Some(ids) => scan.slice(&ids[span], read.start, written, hit),
+                None => scan.strided(ids.iter().copied(), &read, written, hit),
+            }
+        }
+        Row::I64(ids) => {
+            if ids.len() < span.end {
+                return Err(too_short());
+            }
+            match ids.to_slice() {
+                Some(ids) => scan.slice(&ids[span], read.start, written, hit),
+                None => scan.strided(ids.iter().copied(), &read, written, hit),
+            }
+        }
+    }
+}
+
+/// Where a scanned row stands, for messages.
+#[derive(Clone, Copy)]
+struct Scan<'a> {
+    index: usize,
+    group: &'a Group,
+    position: usize,
+}
+
+impl Scan<'_> {
+    fn slice<I: BlockId>(
+        self,
+        ids: &[I],
+        first_column: u32,
+        written: &mut Written,
+        mut hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        for (place, id) in suspects(ids, &written.blocks) {
+            #[expect(clippy::cast_possible_truncation, reason = "columns are positions divided: 31 bits")]
+            let column = first_column + place as u32;
+            if self.look(column, id, written, &mut hit)?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn strided<I: BlockId>(
+        self,
+        ids: impl Iterator<Item = I>,
+        read: &Range<u32>,
+        written: &mut Written,
+        mut hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        for (column, id) in read.clone().zip(ids.skip(read.start as usize)) {
+            if self.look(column, id.widen(), written, &mut hit)?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    #[inline]
+    fn look(
+        self,
+        column: u32,
+        id: i64,
+        written: &mut Written,
+        hit: &mut impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        match valid_block(self.index, self.group, self.position, column, id)? {
+            Some(block) if written.blocks.contains(block) => Ok(hit(written, column, block)),
+            _ => Ok(ControlFlow::Continue(())),
+        }
+    }
+}
+
+/// The block in a column: None for the null block.
+#[inline]
+fn block_at(index: usize, group: &Group, row: Row<'_>, request: usize, column: u32) -> Result<Option<u32>> {
+    let Some(id) = row.get(column as usize) else {
+        return Err(Error::RowTooShort { group: index, request, found: row.len(), needed: column as usize + 1 });
+    };
+    valid_block(index, group, request, column, id)
+}
+
+/// Check a block id: None for the null block.
+#[inline]
+fn valid_block(index: usize, group: &Group, request: usize, column: u32, id: i64) -> Result<Option<u32>> {
+    if group.null_block == Some(id) {
+        return Ok(None);
+    }
+    match u32::try_from(id) {
+        Ok(block) if block < group.num_blocks => Ok(Some(block)),
+        _ => Err(Error::BlockId {
+            group: index,
+            request,
+            column: column as usize,
+            block: id,
+            num_blocks: group.num_blocks,
+        }),
+    }
+}
+
+/// Of the writes to a block that a reader holds in `column`, the offset and request of the one that comes last
+/// among the slots the reader reads.
+fn furthest_write(
+    group: &Group,
+    written: &mut Written,
+    requests: &[Request],
+    reader: usize,
+    column: u32,
+    block: u32,
+) -> Option<(u32, usize)> {
+    written
+        .to(block, group.num_blocks)
+        .filter_map(|write| {
+            let last = last_shared_slot(group, requests, reader, column, write)?;
+            Some((last, write.request as usize))
+        })
+        .max_by_key(|&(last, _)| last)
+}
+
+/// Offset of the last token of a write that goes to a slot which the reader, holding the block in `column`, reads.
+#[inline]
+fn last_shared_slot(group: &Group, requests: &[Request], reader: usize, column: u32, write: Write) -> Option<u32> {
+    let writer = &requests[write.request as usize];
+    let read = slots(group, column, &requests[reader].reads(group));
+    let written = slots(group, write.column, &writer.writes());
+    let end = read.end.min(written.end);
+    if read.start.max(written.start) >= end {
+        return None;
+    }
+    Some(writer.offset_of(write.column * group.tokens_per_column + end - 1))
+}
+
+/// The slots of a column's block that a range of positions covers.
+#[inline]
+fn slots(group: &Group, column: u32, positions: &Range<u32>) -> Range<u32> {
+    let base = column * group.tokens_per_column;
+    positions.start.saturating_sub(base)..positions.end.saturating_sub(base).min(group.tokens_per_column)
+}

@@ -1,0 +1,12 @@
+//! Exact check of microbatched LLM inference steps with prefix caching.
+#![deny(missing_docs)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
+pub mod bitset;
+pub mod error;
+pub mod hazard;
+pub mod mirror;
+pub mod order;
+#[cfg(feature = "python")]
+mod py;
+pub mod step;

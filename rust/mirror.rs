@@ -1,0 +1,345 @@
+//! Block tables of the live requests on the host, and for each block how many rows hold it.
+//!
+//! A block that stands in one row only cannot be read by anyone but its writer. So a step costs one look per block that
+//! it *writes*, however long the contexts are, and rows are read only when a written block is shared.
+//!
+//! When that happens, most rows still need no reading: time runs in changes of the mirror, a block knows when it came into use,
+//! and a row knows when it last grew. What did not grow since a block came into use does not hold it. A
+//! request that is decoding grows once in `tokens_per_column` steps, so long contexts stay unread.
+
+use crate::error::{Error, Result};
+use crate::hazard::{Checker, Cuts, UnsafeCuts};
+use crate::order::{Order, Planner};
+use crate::step::{Batch, Group, Row, Table, Tables, same_length};
+
+/// How a block is used.
+#[derive(Debug, Clone, Copy, Default)]
+struct Use {
+    /// Row entries that hold the block.
+    entries: u32,
+    /// Time at which `entries` last rose from 0.
+    since: u32,
+}
+
+/// The row of a request in one group.
+#[derive(Debug, Default)]
+struct History {
+    ids: Vec<i32>,
+    /// Time of the latest growth.
+    grown: u32,
+    /// Length and time of the latest growth before that one.
+    grown_before: u32,
+    len_before: u32,
+}
+
+/// The rows, and the use of the blocks in them.
+#[derive(Debug)]
+struct Rows {
+    /// By group, then by slot.
+    rows: Vec<Vec<History>>,
+    /// By group, then by block.
+    uses: Vec<Vec<Use>>,
+    /// Whether a slot holds a request, and the batch in which it was last seen.
+    live: Vec<bool>,
+    vacant: Vec<usize>,
+    time: u32,
+}
+
+/// The mirror: rows that are kept up by changes, and the questions about steps over them.
+#[derive(Debug)]
+pub struct Mirror {
+    rows: Rows,
+    checker: Checker,
+    /// New ids by group, checked and waiting to be added.
+    staged: Vec<Vec<i32>>,
+    /// Number of the latest batch that a slot was in, to find a slot that comes twice.
+    seen: Vec<u32>,
+    batches: u32,
+}
+
+/// The rows of a step, in batch order.
+struct BatchRows<'a> {
+    rows: &'a Rows,
+    slots: &'a [i32],
+}
+
+impl BatchRows<'_> {
+    #[inline]
+    fn history(&self, group: usize, request: usize) -> &History {
+        &self.rows.rows[group][self.slots[request].cast_unsigned() as usize]
+    }
+}
+
+impl Tables for BatchRows<'_> {
+    const TRUSTED: bool = true;
+
+    #[inline]
+    fn row(&self, group: usize, request: usize) -> Row<'_> {
+        Row::I32(self.history(group, request).ids.as_slice().into())
+    }
+
+    #[inline]
+    fn shared_since(&self, group: usize, block: u32) -> Option<u32> {
+        let used = self.rows.uses[group][block as usize];
+        (used.entries > 1).then_some(used.since)
+    }
+
+    #[inline]
+    fn first_column_since(&self, group: usize, request: usize, since: u32) -> u32 {
+        let history = self.history(group, request);
+        if history.grown < since {
+            u32::MAX
+        } else if history.grown_before < since {
+            history.len_before
+        } else {
+            0
+        }
+    }
+}
+
+impl Mirror {
+    /// A mirror without rows for an engine with these KV cache groups.
+    ///
+    /// # Errors
+    /// [`Error::Group`].
+    pub fn new(groups: Vec<Group>) -> Result<Self> {
+        let checker = Checker::new(groups)?;
+        let groups = checker.groups();
+        let rows = Rows {
+            rows: groups.iter().map(|_| Vec::new()).collect(),
+            uses: groups.iter().map(|group| vec![Use::default(); group.num_blocks as usize]).collect(),
+            live: Vec::new(),
+            vacant: Vec::new(),
+            time: 0,
+        };
+        let staged = groups.iter().map(|_| Vec::new()).collect();
+        Ok(Self { rows, checker, staged, seen: Vec::new(), batches: 0 })
+    }
+
+    /// The KV cache groups.
+    #[must_use]
+    pub fn groups(&self) -> &[Group] {
+        self.checker.groups()
+    }
+
+    /// Bytes of heap memory held.
+    #[must_use]
+    pub fn nbytes(&self) -> usize {
+        let rows = self.rows.rows.iter().flatten();
+        rows.map(|row| size_of::<History>() + row.ids.capacity() * size_of::<i32>()).sum::<usize>()
+            + self.rows.uses.iter().map(|uses| uses.capacity() * size_of::<Use>()).sum::<usize>()
+            + self.checker.nbytes()
+    }
+
+    /// Check new block ids of one group and keep them for the next [`Mirror::add`], [`Mirror::append`] or
+    /// [`Mirror::replace`]. Each group is staged anew for each change.
+    ///
+    /// # Errors
+    /// [`Error::BlockId`], with the `request` as given.
+    pub fn stage(&mut self, request: usize, group: usize, ids: impl Iterator<Item = i64>) -> Result<()> {
+        let rules = &self.checker.groups()[group];
+        let staged = &mut self.staged[group];
+        staged.clear();
+        for (column, block) in ids.enumerate() {
+            match i32::try_from(block) {
+                Ok(id) if id.cast_unsigned() < rules.num_blocks || rules.null_block == Some(block) => staged.push(id),
+                _ => {
+                    let num_blocks = rules.num_blocks;
+                    return Err(Error::BlockId { group, request, column, block, num_blocks });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A new request with the staged rows; its slot.
+    pub fn add(&mut self) -> usize {
+        let slot = self.rows.vacant.pop().unwrap_or_else(|| {
+            self.rows.live.push(false);
+            self.seen.push(0);
+            for rows in &mut self.rows.rows {
+                rows.push(History::default());
+            }
+            self.rows.live.len() - 1
+        });
+        self.rows.live[slot] = true;
+        self.append(slot);
+        slot
+    }
+
+    /// Add the staged blocks to the ends of the rows of the request in a slot.
+    pub fn append(&mut self, slot: usize) {
+        let time = self.rows.tick();
+        let groups = self.checker.groups().iter().zip(&mut self.rows.rows).zip(&mut self.rows.uses);
+        for (((group, rows), uses), staged) in groups.zip(&mut self.staged) {
+            if staged.is_empty() {
+                continue;
+            }
+            for &id in &*staged {
+                if let Some(used) = counted(uses, group, id) {
+                    if used.entries == 0 {
+                        used.since = time;
+                    }
+                    used.entries += 1;
+                }
+            }
+            let history = &mut rows[slot];
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "columns have 31 bits; a longer row scans from its start"
+            )]
+            let len = history.ids.len() as u32;
+            (history.len_before, history.grown_before) = (len, history.grown);
+            history.grown = time;
+            history.ids.append(staged);
+        }
+    }
+
+    /// Give the request in a slot the staged rows instead of those it has.
+    pub fn replace(&mut self, slot: usize) {
+        self.rows.release(self.checker.groups(), slot);
+        self.append(slot);
+    }
+
+    /// The request in a slot goes, and the slot is vacant.
+    pub fn free(&mut self, slot: usize) {
+        self.rows.release(self.checker.groups(), slot);
+        self.rows.live[slot] = false;
+        self.rows.vacant.push(slot);
+    }
+
+    /// The row of the request in a slot.
+    #[must_use]
+    pub fn row(&self, slot: usize, group: usize) -> &[i32] {
+        &self.rows.rows[group][slot].ids
+    }
+
+    /// As [`Checker::is_safe`].
+    ///
+    /// # Errors
+    /// A slot that is vacant or comes twice, or a row that ends before its request's tokens.
+    pub fn is_safe(&mut self, slots: &[i32], batch: &Batch, cuts: Cuts) -> Result<bool> {
+        self.see(slots, batch)?;
+        self.checker.is_safe(&BatchRows { rows: &self.rows, slots }, batch, cuts)
+    }
+
+    /// As [`Checker::unsafe_cuts`].
+    ///
+    /// # Errors
+    /// As [`Mirror::is_safe`].
+    pub fn unsafe_cuts(&mut self, slots: &[i32], batch: &Batch, cuts: Cuts, found: &mut Vec<UnsafeCuts>) -> Result<()> {
+        self.see(slots, batch)?;
+        self.checker.unsafe_cuts(&BatchRows { rows: &self.rows, slots }, batch, cuts, found)
+    }
+
+    /// A batch order without unsafe cuts, as [`Planner::order`] finds it.
+    ///
+    /// # Errors
+    /// As [`Mirror::is_safe`]; phases that do not fit.
+    pub fn order(
+        &mut self,
+        slots: &[i32],
+        batch: &Batch,
+        phases: Option<&[i8]>,
+        planner: &mut Planner,
+    ) -> Result<Option<Order>> {
+        self.see(slots, batch)?;
+        planner.clear();
+        let rows = BatchRows { rows: &self.rows, slots };
+        self.checker.dependencies(&rows, batch, |reader, writer| planner.depend(reader, writer))?;
+        planner.order(slots.len(), phases)
+    }
+
+    /// Where an engine's own block table differs: the first batch position and column, or the shorter length where one row
+    /// continues the other.
+    ///
+    /// # Errors
+    /// A slot that is vacant or comes twice; lengths that disagree; a length beyond the table's columns.
+    pub fn first_difference(
+        &mut self,
+        slots: &[i32],
+        group: usize,
+        table: &Table<'_>,
+        lengths: impl ExactSizeIterator<Item = i64>,
+    ) -> Result<Option<(usize, usize)>> {
+        self.live(slots)?;
+        same_length("num_blocks_per_row", lengths.len(), slots.len())?;
+        if table.num_rows() < slots.len() {
+            return Err(Error::Length { what: "block_table", found: table.num_rows(), expected: slots.len() });
+        }
+        let rows = BatchRows { rows: &self.rows, slots };
+        for (request, length) in lengths.enumerate() {
+            let ours = &rows.history(group, request).ids;
+            let theirs = std::slice::from_ref(table).row(0, request);
+            let length = usize::try_from(length).unwrap_or(0);
+            if theirs.len() < length {
+                return Err(Error::RowTooShort { group, request, found: theirs.len(), needed: length });
+            }
+            let common = length.min(ours.len());
+            let differs = (0..common).find(|&column| theirs.get(column) != Some(i64::from(ours[column])));
+            if let Some(column) = differs.or_else(|| (length != ours.len()).then_some(common)) {
+                return Ok(Some((request, column)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Check the slots of a batch.
+    fn see(&mut self, slots: &[i32], batch: &Batch) -> Result<()> {
+        same_length("slots", slots.len(), batch.requests().len())?;
+        self.live(slots)
+    }
+
+    fn live(&mut self, slots: &[i32]) -> Result<()> {
+        self.batches = self.batches.wrapping_add(1);
+        if self.batches == 0 {
+            self.seen.fill(0);
+            self.batches = 1;
+        }
+        for (request, &slot) in slots.iter().enumerate() {
+            let index = usize::try_from(slot).unwrap_or(usize::MAX);
+            if self.rows.live.get(index) != Some(&true) {
+                return Err(Error::UnknownSlot { request, slot: i64::from(slot) });
+            }
+            if std::mem::replace(&mut self.seen[index], self.batches) == self.batches {
+                return Err(Error::DuplicateSlot { slot: i64::from(slot) });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rows {
+    /// The next moment.
+    fn tick(&mut self) -> u32 {
+        if self.time == u32::MAX {
+            // Begin again, with everything that is there as old as can be: no row is then taken to be older than a block.
+            for used in self.uses.iter_mut().flatten() {
+                used.since = 0;
+            }
+            for row in self.rows.iter_mut().flatten() {
+                (row.grown, row.grown_before, row.len_before) = (0, 0, 0);
+            }
+            self.time = 0;
+        }
+        self.time += 1;
+        self.time
+    }
+
+    fn release(&mut self, groups: &[Group], slot: usize) {
+        for ((group, rows), uses) in groups.iter().zip(&mut self.rows).zip(&mut self.uses) {
+            let history = std::mem::take(&mut rows[slot]);
+            for id in history.ids {
+                if let Some(used) = counted(uses, group, id) {
+                    used.entries -= 1;
+                }
+            }
+        }
+    }
+}
+
+/// The use of a block that counts: not the null block.
+#[inline]
+fn counted<'a>(uses: &'a mut [Use], group: &Group, id: i32) -> Option<&'a mut Use> {
+    if group.null_block == Some(i64::from(id)) { None } else { uses.get_mut(id.cast_unsigned() as usize) }
+}

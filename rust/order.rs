@@ -1,0 +1,166 @@
+//! Batch orders with every writer before its readers.
+
+use crate::error::{Error, Result};
+
+/// A batch order, and the swaps that lead to it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Order {
+    /// `permutation[i]` is the present position of the request that goes to position i.
+    pub permutation: Vec<usize>,
+    /// The same as swaps of two positions, one after the other.
+    pub swaps: Vec<(usize, usize)>,
+}
+
+/// Largest phase a request can have.
+const LAST_PHASE: i8 = 2;
+
+/// Finds batch orders; keeps its scratch from call to call.
+#[derive(Debug, Default)]
+pub struct Planner {
+    /// (reader, writer), sorted.
+    by_reader: Vec<(usize, usize)>,
+    /// (writer, reader), sorted.
+    by_writer: Vec<(usize, usize)>,
+    /// Writers that a request still waits for.
+    waits_for: Vec<usize>,
+    /// Phase that each position must have.
+    sections: Vec<i8>,
+    /// Request at each position, and position of each request.
+    at: Vec<usize>,
+    place: Vec<usize>,
+    visited: Vec<usize>,
+    stack: Vec<usize>,
+}
+
+impl Planner {
+    /// Forget the dependencies of the last step.
+    pub fn clear(&mut self) {
+        self.by_reader.clear();
+    }
+
+    /// The request at position `reader` reads what the one at `writer` writes. Repetition does no harm.
+    pub fn depend(&mut self, reader: usize, writer: usize) {
+        if self.by_reader.last() != Some(&(reader, writer)) {
+            self.by_reader.push((reader, writer));
+        }
+    }
+
+    /// An order in which each writer stands before its readers and phases do not descend; None if there is none.
+    ///
+    /// Positions are filled from the front. A request that has what it needs stays where it is; one that still
+    /// waits for a writer changes places with a writer it waits for, directly or not, that waits for nothing itself:
+    /// the hindmost of these, since the request is then behind as many of the others as can be. So a request
+    /// moves only to get in front of its readers, to make room for one that does, or to reach its section, and an order that
+    /// is right already comes back unchanged.
+    ///
+    /// # Errors
+    /// [`Error::Length`] or [`Error::Phase`] for `phases` that do not fit.
+    pub fn order(&mut self, num_reqs: usize, phases: Option<&[i8]>) -> Result<Option<Order>> {
+        self.start(num_reqs, phases)?;
+        let phase = |request: usize| phases.map_or(0, |phases| phases[request]);
+        let mut swaps = Vec::new();
+        for position in 0..num_reqs {
+            let section = self.sections[position];
+            let here = self.at[position];
+            let chosen = if phase(here) != section {
+                self.earliest_of_section(position, section, phase)
+            } else if self.waits_for[here] == 0 {
+                Some(here)
+            } else {
+                self.hindmost_free_writer(here).filter(|&writer| phase(writer) == section)
+            };
+            let Some(chosen) = chosen else {
+                return Ok(None);
+            };
+            if chosen != here {
+                let from = self.place[chosen];
+                swaps.push((position, from));
+                self.at.swap(position, from);
+                self.place[here] = from;
+                self.place[chosen] = position;
+            }
+            for &(_, reader) in pairs_of(&self.by_writer, chosen) {
+                self.waits_for[reader] -= 1;
+            }
+        }
+        Ok(Some(Order { permutation: self.at.clone(), swaps }))
+    }
+
+    fn start(&mut self, num_reqs: usize, phases: Option<&[i8]>) -> Result<()> {
+        self.by_reader.sort_unstable();
+        self.by_reader.dedup();
+        self.by_writer.clear();
+        self.by_writer.extend(self.by_reader.iter().map(|&(reader, writer)| (writer, reader)));
+        self.by_writer.sort_unstable();
+        self.waits_for.clear();
+        self.waits_for.resize(num_reqs, 0);
+        for &(reader, _) in &self.by_reader {
+            self.waits_for[reader] += 1;
+        }
+        self.sections.clear();
+        match phases {
+            None => self.sections.resize(num_reqs, 0),
+            Some(phases) => {
+                crate::step::same_length("phases", phases.len(), num_reqs)?;
+                for (request, &phase) in phases.iter().enumerate() {
+                    if !(0..=LAST_PHASE).contains(&phase) {
+                        return Err(Error::Phase { request, phase });
+                    }
+                }
+                self.sections.extend_from_slice(phases);
+                self.sections.sort_unstable();
+            }
+        }
+        self.at.clear();
+        self.at.extend(0..num_reqs);
+        self.place.clear();
+        self.place.extend(0..num_reqs);
+        self.visited.clear();
+        self.visited.resize(num_reqs, usize::MAX);
+        Ok(())
+    }
+
+    /// Of the requests not yet placed that belong to `section` and wait for nothing: the first that stands where
+    /// the request at `position` belongs, so that one swap serves both; else the first at all.
+    fn earliest_of_section(&self, position: usize, section: i8, phase: impl Fn(usize) -> i8) -> Option<usize> {
+        let home = phase(self.at[position]);
+        let candidates = || {
+            (position + 1..self.at.len()).filter(|&from| {
+                let request = self.at[from];
+                phase(request) == section && self.waits_for[request] == 0
+            })
+        };
+        let from = candidates().find(|&from| self.sections[from] == home).or_else(|| candidates().next())?;
+        Some(self.at[from])
+    }
+
+    /// Of the writers that a request waits for, directly or through others, and that wait for nothing
+    /// themselves: the one that stands hindmost. None where they wait for each other.
+    fn hindmost_free_writer(&mut self, reader: usize) -> Option<usize> {
+        let mut best = None;
+        self.stack.clear();
+        self.stack.push(reader);
+        while let Some(request) = self.stack.pop() {
+            for &(_, writer) in pairs_of(&self.by_reader, request) {
+                // A writer in front of the reader is placed already; `reader` marks this search.
+                if self.place[writer] <= self.place[reader] || self.visited[writer] == reader {
+                    continue;
+                }
+                self.visited[writer] = reader;
+                if self.waits_for[writer] == 0 {
+                    best = best.max(Some(self.place[writer]));
+                } else {
+                    self.stack.push(writer);
+                }
+            }
+        }
+        best.map(|place| self.at[place])
+    }
+}
+
+/// The pairs that begin with `first`, in a sorted list.
+fn pairs_of(sorted: &[(usize, usize)], first: usize) -> &[(usize, usize)] {
+    let start = sorted.partition_point(|pair| pair.0 < first);
+    let count = sorted[start..].partition_point(|pair| pair.0 == first);
+    &sorted[start..start + count]
+}
