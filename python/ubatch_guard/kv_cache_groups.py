@@ -5,8 +5,8 @@ Facts from vLLM 0.26 to 0.33, ``v1/kv_cache_interface.py`` and ``v1/core/single_
 
 - a block-table column of a sharded attention group spans ``block_size`` * decode-context-parallel world size
   tokens (``SingleTypeKVCacheManager.__init__``); ``dcp_sharded`` says whether, where the spec has it;
-- ``FullAttentionSpec.sliding_window`` may be the window of *some* layers of the group only (``merge`` drops the
-  layers without one), so such a group is read as a whole;
+- ``FullAttentionSpec.sliding_window`` may be the window of *some* layers of the group only (``merge`` drops
+  the layers without one), so such a group is read as a whole;
 - a Mamba state is never taken from a request of the same step: ``MambaManager.get_num_blocks_to_allocate``
   puts such a request off to the next step. So a Mamba group holds no hazard, and is left out;
 - an encoder-only group has no KV cache, and is left out.
@@ -55,7 +55,8 @@ def read_groups(kv_cache_config: Any, decode_context_parallel_size: int = 1) -> 
         decode_context_parallel_size: Ranks over which a sharded group's tokens are spread.
 
     Raises:
-        UnknownGroupError: A spec of a kind that is not understood, or layers that read differently in one group.
+        UnknownGroupError: A spec of a kind that is not understood, or layers that read differently in one
+            group.
     """
     indices, groups = [], []
     for index, engine_group in enumerate(kv_cache_config.kv_cache_groups):

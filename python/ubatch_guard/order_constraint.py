@@ -1,11 +1,13 @@
 """Which batch orders the attention backends of a runner accept.
 
-By class name, after reading each backend's metadata builder in vLLM 0.32 and 0.33 (``v1/attention/backends/``,
-``model_executor/layers/attention/``). A backend that is not listed keeps the order it was given.
+By class name, after reading each backend's metadata builder in vLLM 0.32 and 0.33
+(``v1/attention/backends/``, ``model_executor/layers/attention/``). A backend that is not listed keeps the
+order it was given.
 
 - Builders without a ``reorder_batch_threshold`` take any order.
 - Builders with one find the decodes by ``split_decodes_and_prefills``: those before the first longer query.
-  A short request behind that is simply treated as a prefill, so the decodes have to lead and the rest is free.
+  A short request behind that is simply treated as a prefill, so the decodes have to lead and the rest is
+  free.
 - ``split_decodes_prefills_and_extends`` (``AiterFlashAttentionBackend``, and ``FlashAttentionBackend`` under
   decode context parallelism, by ``v1/worker/cp_utils.py``) wants three sections, with the readers of a prefix
   (extends) before its writers (prefills): no order helps there.
@@ -64,7 +66,10 @@ def order_constraint(
 
 
 def decode_phases(
-    num_computed_tokens: IntArray, num_scheduled_tokens: IntArray, is_new: npt.NDArray[np.bool_], threshold: int
+    num_computed_tokens: IntArray,
+    num_scheduled_tokens: IntArray,
+    is_new: npt.NDArray[np.bool_],
+    threshold: int,
 ) -> npt.NDArray[np.int8]:
     """int8, shape ``[num_reqs]``: `Phase.DECODE` for the requests that have to lead, else `Phase.PREFILL`.
 

@@ -46,19 +46,23 @@ class Settings:
         """The settings in ``environment`` (default: ``os.environ``).
 
         ``UBATCH_GUARD_MODE`` = off | observe | veto | reorder, ``UBATCH_GUARD_TRACE`` = path pattern,
-        ``UBATCH_GUARD_TRACE_MAX_BYTES`` and ``UBATCH_GUARD_VERIFY`` = whole numbers, ``UBATCH_GUARD_STRICT`` =
-        a truth value, ``UBATCH_GUARD_LOG_INTERVAL`` = seconds.
+        ``UBATCH_GUARD_TRACE_MAX_BYTES`` and ``UBATCH_GUARD_VERIFY`` = whole numbers,
+        ``UBATCH_GUARD_STRICT`` = a truth value, ``UBATCH_GUARD_LOG_INTERVAL`` = seconds.
 
         Raises:
             SettingsError: A value that is none of these, or an unknown ``UBATCH_GUARD_*`` name: a misspelt
                 name must not leave the guard in a mode that nobody asked for.
         """
         source = os.environ if environment is None else environment
-        given = {name[len(_PREFIX) :]: value.strip() for name, value in source.items() if name.startswith(_PREFIX)}
+        given = {
+            name[len(_PREFIX) :]: value.strip() for name, value in source.items() if name.startswith(_PREFIX)
+        }
         known = {"MODE", "TRACE", "TRACE_MAX_BYTES", "VERIFY", "STRICT", "LOG_INTERVAL"}
         if unknown := sorted(given.keys() - known):
             names = ", ".join(_PREFIX + name for name in unknown)
-            raise SettingsError(f"unknown {names}; known are {', '.join(_PREFIX + name for name in sorted(known))}")
+            raise SettingsError(
+                f"unknown {names}; known are {', '.join(_PREFIX + name for name in sorted(known))}"
+            )
 
         mode = given.get("MODE", "reorder").lower()
         if mode not in _POLICIES:
