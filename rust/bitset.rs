@@ -1,4 +1,4 @@
-//! Set of block ids with a fast "none of these" over whole rows.
+//! Set of block ids, with a search for its members in long rows.
 
 use fixedbitset::FixedBitSet;
 use multiversion::multiversion;
@@ -58,24 +58,26 @@ impl BlockSet {
         self.bits.len().div_ceil(8)
     }
 
-    fn bounds(&self) -> Bounds {
-        Bounds {
-            low: self.low,
-            width: if self.is_empty() { 0 } else { self.high - self.low + 1 },
-            num_blocks: u32::try_from(self.bits.len()).unwrap_or(u32::MAX),
+    /// The first place at or after `from` whose id is in the set or outside the pool.
+    #[inline]
+    #[must_use]
+    pub fn find<T: BlockId>(&self, ids: &[T], from: usize) -> Option<usize> {
+        let rest = ids.get(from..)?;
+        // Shared prefixes are runs of members: do not start the long search for each of them.
+        if self.is_suspect(rest.first()?.widen()) {
+            return Some(from);
         }
+        T::find_in(rest, self).map(|place| from + place)
+    }
+
+    /// Whether an id is in the set or outside the pool.
+    #[inline]
+    fn is_suspect(&self, id: i64) -> bool {
+        usize::try_from(id).map_or(true, |id| id >= self.bits.len() || self.bits.contains(id))
     }
 }
 
-/// What a row is compared with at full speed: the range of a set's ids, and of the pool's.
-#[derive(Debug, Clone, Copy)]
-pub struct Bounds {
-    low: u32,
-    width: u32,
-    num_blocks: u32,
-}
-
-/// Ids compared in one go; small enough that a hit costs few single looks.
+/// Ids compared in one go: enough to keep vector units busy, few enough that a hit costs little.
 const CHUNK: usize = 64;
 
 /// Integer types block tables come in.
@@ -83,30 +85,47 @@ pub trait BlockId: Copy {
     /// The id, widened.
     fn widen(self) -> i64;
 
-    /// Where the first chunk starts that holds an id within the bounds or outside the pool, if any does.
-    fn first_suspect(ids: &[Self], bounds: Bounds) -> Option<usize>;
+    /// The first place whose id is in the set or outside the pool.
+    fn find_in(ids: &[Self], set: &BlockSet) -> Option<usize>;
 }
 
 macro_rules! block_id {
-    ($int:ty, $unsigned:ty, $scan:ident) => {
-        // The plain loop is what the compiler turns into vector code; a wheel is built for the oldest
-        // processors, so the wider versions are compiled beside it and chosen when the program runs.
+    ($int:ty, $unsigned:ty, $find:ident) => {
+        // Plain loops, which the compiler turns into vector code. A wheel is built for the oldest processors,
+        // so versions for wider ones are compiled beside that and chosen when the program runs.
         #[multiversion(targets(
             "x86_64+avx+avx2+avx512f+avx512bw+avx512dq+avx512vl+bmi1+bmi2",
             "x86_64+avx+avx2+bmi1+bmi2",
         ))]
-        fn $scan(ids: &[$int], bounds: Bounds) -> Option<usize> {
-            let low = <$unsigned>::from(bounds.low);
-            let width = <$unsigned>::from(bounds.width);
-            let num_blocks = <$unsigned>::from(bounds.num_blocks);
-            ids.chunks(CHUNK)
-                .position(|chunk| {
-                    chunk.iter().fold(false, |found, &id| {
-                        let id = id.cast_unsigned();
-                        found | (id.wrapping_sub(low) < width) | (id >= num_blocks)
-                    })
-                })
-                .map(|chunk| chunk * CHUNK)
+        fn $find(ids: &[$int], set: &BlockSet) -> Option<usize> {
+            let low = <$unsigned>::from(set.low);
+            let width = if set.is_empty() { 0 } else { <$unsigned>::from(set.high - set.low + 1) };
+            let num_blocks = set.bits.len();
+            let words = set.bits.as_slice();
+            let (chunks, rest) = ids.as_chunks::<CHUNK>();
+            for (index, chunk) in chunks.iter().enumerate() {
+                let (mut within, mut top) = (false, 0);
+                for &id in chunk {
+                    let id = id.cast_unsigned();
+                    within |= id.wrapping_sub(low) < width;
+                    top = top.max(id);
+                }
+                if !within && (top as usize) < num_blocks {
+                    continue;
+                }
+                let mut found = top as usize >= num_blocks;
+                for &id in chunk {
+                    let id = id.cast_unsigned() as usize;
+                    let word = words.get(id / WORD).copied().unwrap_or(0);
+                    found |= (word >> (id % WORD)) & 1 == 1;
+                }
+                if found {
+                    let place = chunk.iter().position(|&id| set.is_suspect(i64::from(id)))?;
+                    return Some(index * CHUNK + place);
+                }
+            }
+            let place = rest.iter().position(|&id| set.is_suspect(i64::from(id)))?;
+            Some(ids.len() - rest.len() + place)
         }
 
         impl BlockId for $int {
@@ -116,34 +135,15 @@ macro_rules! block_id {
             }
 
             #[inline]
-            fn first_suspect(ids: &[Self], bounds: Bounds) -> Option<usize> {
-                $scan(ids, bounds)
+            fn find_in(ids: &[Self], set: &BlockSet) -> Option<usize> {
+                $find(ids, set)
             }
         }
     };
 }
 
-block_id!(i32, u32, first_suspect_i32);
-block_id!(i64, u64, first_suspect_i64);
+/// Bits in a word of the set.
+const WORD: usize = usize::BITS as usize;
 
-/// The places in a row whose id is in the set or outside the pool, with some others: everything that
-/// needs a second look, as `(index, id)`, ascending.
-pub fn suspects<'a, T: BlockId>(ids: &'a [T], set: &BlockSet) -> impl Iterator<Item = (usize, i64)> + 'a {
-    let bounds = set.bounds();
-    let mut start = 0;
-    let mut within = 0..0;
-    std::iter::from_fn(move || {
-        loop {
-            for index in within.by_ref() {
-                let id = ids[index].widen();
-                let offset = id - i64::from(bounds.low);
-                if (0..i64::from(bounds.width)).contains(&offset) || !(0..i64::from(bounds.num_blocks)).contains(&id) {
-                    return Some((index, id));
-                }
-            }
-            let chunk = start + T::first_suspect(&ids[start..], bounds)?;
-            start = (chunk + CHUNK).min(ids.len());
-            within = chunk..start;
-        }
-    })
-}
+block_id!(i32, u32, find_i32);
+block_id!(i64, u64, find_i64);

@@ -6,7 +6,7 @@
 
 use std::ops::{ControlFlow, Range};
 
-use crate::bitset::{BlockId, BlockSet, suspects};
+use crate::bitset::{BlockId, BlockSet};
 use crate::error::{Error, Result};
 use crate::step::{Batch, Group, Request, Row, Tables, columns};
 
@@ -293,28 +293,26 @@ fn insert_writes<T: Tables + ?Sized>(
     from: u32,
 ) -> Result<()> {
     let writes = request.writes();
-    if T::TRUSTED && (writes.is_empty() || request.offset_of(writes.end - 1) < from) {
-        return Ok(());
-    }
-    // Positions below this one are written before any of the cuts.
-    let start = writes.start + from.saturating_sub(request.offset).min(request.scheduled);
-    let first = group.column(start.min(writes.end.saturating_sub(1)));
-    let row = tables.row(index, position);
-    let mut touched = columns(group, &writes);
-    if T::TRUSTED {
-        touched.start = touched.start.max(first);
-    }
-    for column in touched {
-        let block = block_at(index, group, row, position, column)?;
-        if let Some(block) = block
-            && column >= first
-            && start < writes.end
+    let late = writes.start.saturating_add(from.saturating_sub(request.offset))..writes.end;
+    let late = columns(group, &late);
+    let looked_at = if T::TRUSTED { late.clone() } else { columns(group, &writes) };
+    for column in looked_at {
+        let Some(id) = tables.id(index, position, column as usize) else {
+            return Err(too_short(tables, index, position, column));
+        };
+        if let Some(block) = valid_block(index, group, position, column, id)?
+            && late.contains(&column)
             && let Some(since) = tables.shared_since(index, block)
         {
             written.insert(block, position, column, since);
         }
     }
     Ok(())
+}
+
+#[cold]
+fn too_short<T: Tables + ?Sized>(tables: &T, group: usize, request: usize, last_column: u32) -> Error {
+    Error::RowTooShort { group, request, found: tables.row(group, request).len(), needed: last_column as usize + 1 }
 }
 
 /// Call `hit` for each column of a request's reads whose block is in the set.
@@ -339,29 +337,20 @@ fn scan_reads<T: Tables + ?Sized>(
         return Ok(ControlFlow::Continue(()));
     }
     let row = tables.row(index, position);
-    let too_short =
-        || Error::RowTooShort { group: index, request: position, found: row.len(), needed: read.end as usize };
+    if row.len() < read.end as usize {
+        return Err(too_short(tables, index, position, read.end - 1));
+    }
     let span = read.start as usize..read.end as usize;
     let scan = Scan { index, group, position };
     match row {
-        Row::I32(ids) => {
-            if ids.len() < span.end {
-                return Err(too_short());
-            }
-            match ids.to_slice() {
-                Some(ids) => scan.slice(&ids[span], read.start, written, hit),
-                None => scan.strided(ids.iter().copied(), &read, written, hit),
-            }
-        }
-        Row::I64(ids) => {
-            if ids.len() < span.end {
-                return Err(too_short());
-            }
-            match ids.to_slice() {
-                Some(ids) => scan.slice(&ids[span], read.start, written, hit),
-                None => scan.strided(ids.iter().copied(), &read, written, hit),
-            }
-        }
+        Row::I32(ids) => match ids.to_slice() {
+            Some(ids) => scan.slice(&ids[span], read.start, written, hit),
+            None => scan.strided(ids.iter().copied(), &read, written, hit),
+        },
+        Row::I64(ids) => match ids.to_slice() {
+            Some(ids) => scan.slice(&ids[span], read.start, written, hit),
+            None => scan.strided(ids.iter().copied(), &read, written, hit),
+        },
     }
 }
 
@@ -381,12 +370,14 @@ impl Scan<'_> {
         written: &mut Written,
         mut hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
-        for (place, id) in suspects(ids, &written.blocks) {
+        let mut from = 0;
+        while let Some(place) = written.blocks.find(ids, from) {
             #[expect(clippy::cast_possible_truncation, reason = "columns are positions divided: 31 bits")]
             let column = first_column + place as u32;
-            if self.look(column, id, written, &mut hit)?.is_break() {
+            if self.look(column, ids[place].widen(), written, &mut hit)?.is_break() {
                 return Ok(ControlFlow::Break(()));
             }
+            from = place + 1;
         }
         Ok(ControlFlow::Continue(()))
     }
@@ -419,15 +410,6 @@ impl Scan<'_> {
             _ => Ok(ControlFlow::Continue(())),
         }
     }
-}
-
-/// The block in a column: None for the null block.
-#[inline]
-fn block_at(index: usize, group: &Group, row: Row<'_>, request: usize, column: u32) -> Result<Option<u32>> {
-    let Some(id) = row.get(column as usize) else {
-        return Err(Error::RowTooShort { group: index, request, found: row.len(), needed: column as usize + 1 });
-    };
-    valid_block(index, group, request, column, id)
 }
 
 /// Check a block id: None for the null block.

@@ -10,7 +10,7 @@
 use crate::error::{Error, Result};
 use crate::hazard::{Checker, Cuts, UnsafeCuts};
 use crate::order::{Order, Planner};
-use crate::step::{Batch, Group, Row, Table, Tables, same_length};
+use crate::step::{Batch, Group, Row, Table, Tables, columns, same_length};
 
 /// How a block is used.
 #[derive(Debug, Clone, Copy, Default)]
@@ -39,8 +39,8 @@ struct Rows {
     rows: Vec<Vec<History>>,
     /// By group, then by block.
     uses: Vec<Vec<Use>>,
-    /// Whether a slot holds a request, and the batch in which it was last seen.
-    live: Vec<bool>,
+    /// By slot: the number of the batch in which its request was last seen, or `VACANT`.
+    seen: Vec<u32>,
     vacant: Vec<usize>,
     time: u32,
 }
@@ -52,10 +52,12 @@ pub struct Mirror {
     checker: Checker,
     /// New ids by group, checked and waiting to be added.
     staged: Vec<Vec<i32>>,
-    /// Number of the latest batch that a slot was in, to find a slot that comes twice.
-    seen: Vec<u32>,
-    batches: u32,
+    /// Number of the latest batch, to find a slot that comes twice.
+    batch: u32,
 }
+
+/// Marks a slot without a request.
+const VACANT: u32 = u32::MAX;
 
 /// The rows of a step, in batch order.
 struct BatchRows<'a> {
@@ -68,6 +70,33 @@ impl BatchRows<'_> {
     fn history(&self, group: usize, request: usize) -> &History {
         &self.rows.rows[group][self.slots[request].cast_unsigned() as usize]
     }
+
+    /// Whether a block that is written at the offset `from` or later stands in two rows: what nearly every step is
+    /// done with.
+    fn any_shared_write(&self, groups: &[Group], batch: &Batch, from: u32) -> Result<bool> {
+        let requests = batch.requests();
+        let first = requests.partition_point(|request| request.offset + request.scheduled <= from);
+        for (index, (group, (rows, uses))) in groups.iter().zip(self.rows.rows.iter().zip(&self.rows.uses)).enumerate()
+        {
+            let mut shared = false;
+            for (position, request) in requests.iter().enumerate().skip(first) {
+                let ids = &rows[self.slots[position].cast_unsigned() as usize].ids;
+                let written = columns(group, &request.writes());
+                let Some(ids) = ids.get(written.start as usize..written.end as usize) else {
+                    let needed = written.end as usize;
+                    return Err(Error::RowTooShort { group: index, request: position, found: ids.len(), needed });
+                };
+                for &id in ids {
+                    // The null block has no entries, or no place in the pool.
+                    shared |= uses.get(id.cast_unsigned() as usize).is_some_and(|used| used.entries > 1);
+                }
+            }
+            if shared {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
 }
 
 impl Tables for BatchRows<'_> {
@@ -76,6 +105,11 @@ impl Tables for BatchRows<'_> {
     #[inline]
     fn row(&self, group: usize, request: usize) -> Row<'_> {
         Row::I32(self.history(group, request).ids.as_slice().into())
+    }
+
+    #[inline]
+    fn id(&self, group: usize, request: usize, column: usize) -> Option<i64> {
+        self.history(group, request).ids.get(column).map(|&id| i64::from(id))
     }
 
     #[inline]
@@ -108,12 +142,12 @@ impl Mirror {
         let rows = Rows {
             rows: groups.iter().map(|_| Vec::new()).collect(),
             uses: groups.iter().map(|group| vec![Use::default(); group.num_blocks as usize]).collect(),
-            live: Vec::new(),
+            seen: Vec::new(),
             vacant: Vec::new(),
             time: 0,
         };
         let staged = groups.iter().map(|_| Vec::new()).collect();
-        Ok(Self { rows, checker, staged, seen: Vec::new(), batches: 0 })
+        Ok(Self { rows, checker, staged, batch: 0 })
     }
 
     /// The KV cache groups.
@@ -155,14 +189,13 @@ impl Mirror {
     /// A new request with the staged rows; its slot.
     pub fn add(&mut self) -> usize {
         let slot = self.rows.vacant.pop().unwrap_or_else(|| {
-            self.rows.live.push(false);
-            self.seen.push(0);
+            self.rows.seen.push(VACANT);
             for rows in &mut self.rows.rows {
                 rows.push(History::default());
             }
-            self.rows.live.len() - 1
+            self.rows.seen.len() - 1
         });
-        self.rows.live[slot] = true;
+        self.rows.seen[slot] = 0;
         self.append(slot);
         slot
     }
@@ -204,7 +237,7 @@ impl Mirror {
     /// The request in a slot goes, and the slot is vacant.
     pub fn free(&mut self, slot: usize) {
         self.rows.release(self.checker.groups(), slot);
-        self.rows.live[slot] = false;
+        self.rows.seen[slot] = VACANT;
         self.rows.vacant.push(slot);
     }
 
@@ -220,7 +253,11 @@ impl Mirror {
     /// A slot that is vacant or comes twice, or a row that ends before its request's tokens.
     pub fn is_safe(&mut self, slots: &[i32], batch: &Batch, cuts: Cuts) -> Result<bool> {
         self.see(slots, batch)?;
-        self.checker.is_safe(&BatchRows { rows: &self.rows, slots }, batch, cuts)
+        let rows = BatchRows { rows: &self.rows, slots };
+        if !rows.any_shared_write(self.checker.groups(), batch, cuts.first)? {
+            return Ok(true);
+        }
+        self.checker.is_safe(&rows, batch, cuts)
     }
 
     /// As [`Checker::unsafe_cuts`].
@@ -270,13 +307,13 @@ impl Mirror {
         let rows = BatchRows { rows: &self.rows, slots };
         for (request, length) in lengths.enumerate() {
             let ours = &rows.history(group, request).ids;
-            let theirs = std::slice::from_ref(table).row(0, request);
+            let theirs = std::slice::from_ref(table);
             let length = usize::try_from(length).unwrap_or(0);
-            if theirs.len() < length {
-                return Err(Error::RowTooShort { group, request, found: theirs.len(), needed: length });
+            if table.num_columns() < length {
+                return Err(Error::RowTooShort { group, request, found: table.num_columns(), needed: length });
             }
             let common = length.min(ours.len());
-            let differs = (0..common).find(|&column| theirs.get(column) != Some(i64::from(ours[column])));
+            let differs = (0..common).find(|&column| theirs.id(0, request, column) != Some(i64::from(ours[column])));
             if let Some(column) = differs.or_else(|| (length != ours.len()).then_some(common)) {
                 return Ok(Some((request, column)));
             }
@@ -291,18 +328,18 @@ impl Mirror {
     }
 
     fn live(&mut self, slots: &[i32]) -> Result<()> {
-        self.batches = self.batches.wrapping_add(1);
-        if self.batches == 0 {
-            self.seen.fill(0);
-            self.batches = 1;
+        self.batch += 1;
+        if self.batch == VACANT {
+            for seen in self.rows.seen.iter_mut().filter(|seen| **seen != VACANT) {
+                *seen = 0;
+            }
+            self.batch = 1;
         }
         for (request, &slot) in slots.iter().enumerate() {
-            let index = usize::try_from(slot).unwrap_or(usize::MAX);
-            if self.rows.live.get(index) != Some(&true) {
-                return Err(Error::UnknownSlot { request, slot: i64::from(slot) });
-            }
-            if std::mem::replace(&mut self.seen[index], self.batches) == self.batches {
-                return Err(Error::DuplicateSlot { slot: i64::from(slot) });
+            match self.rows.seen.get_mut(slot.cast_unsigned() as usize) {
+                Some(seen) if *seen < self.batch => *seen = self.batch,
+                Some(&mut seen) if seen != VACANT => return Err(Error::DuplicateSlot { slot: i64::from(slot) }),
+                _ => return Err(Error::UnknownSlot { request, slot: i64::from(slot) }),
             }
         }
         Ok(())

@@ -165,7 +165,7 @@ fn refused(name: &str, dimensions: usize, object: &Bound<'_, PyAny>) -> PyErr {
     DtypeError::new_err(format!("{name} is {found}, expected a numpy array of int32 or int64"))
 }
 
-/// A borrowed one-dimensional array of integers.
+/// A borrowed one-dimensional array of integers, contiguous.
 enum Ints<'py> {
     I32(PyReadonlyArray1<'py, i32>),
     I64(PyReadonlyArray1<'py, i64>),
@@ -174,13 +174,22 @@ enum Ints<'py> {
 impl<'py> Ints<'py> {
     fn borrow(name: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
         if let Ok(array) = object.cast::<PyArray1<i32>>() {
-            return Ok(Ints::I32(readable(array)?));
+            return Ok(Ints::I32(contiguous(array)?));
         }
         if let Ok(array) = object.cast::<PyArray1<i64>>() {
-            return Ok(Ints::I64(readable(array)?));
+            return Ok(Ints::I64(contiguous(array)?));
         }
         Err(refused(name, 1, object))
     }
+}
+
+/// Borrow a short array to read, or a copy of it where it is strided.
+fn contiguous<'py, T: Element>(array: &Bound<'py, PyArray1<T>>) -> PyResult<PyReadonlyArray1<'py, T>> {
+    if array.is_c_contiguous() && array.data().is_aligned() {
+        return Ok(array.try_readonly()?);
+    }
+    let copy = array.call_method0(intern!(array.py(), "copy"))?;
+    Ok(copy.cast_into::<PyArray1<T>>()?.try_readonly()?)
 }
 
 /// Evaluate an expression with `$values` an iterator of i64 over the integers, whatever their type.
@@ -188,13 +197,11 @@ macro_rules! with_values {
     ($values:ident of $ints:expr => $body:expr) => {
         match $ints {
             Ints::I32(array) => {
-                let view = array.as_array();
-                let $values = view.iter().map(|&value| i64::from(value));
+                let $values = array.as_slice()?.iter().map(|&value| i64::from(value));
                 $body
             }
             Ints::I64(array) => {
-                let view = array.as_array();
-                let $values = view.iter().copied();
+                let $values = array.as_slice()?.iter().copied();
                 $body
             }
         }
@@ -431,11 +438,7 @@ fn block_id(id: &Bound<'_, PyAny>) -> PyResult<i64> {
 /// The slots of a batch, as [`Mirror::slots`] gives them.
 fn slot_array<'py>(object: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i32>> {
     match object.cast::<PyArray1<i32>>() {
-        Ok(array) if array.is_c_contiguous() => readable(array),
-        Ok(array) => {
-            let copy = array.call_method0(intern!(array.py(), "copy"))?;
-            Ok(copy.cast_into::<PyArray1<i32>>()?.try_readonly()?)
-        }
+        Ok(array) => contiguous(array),
         Err(_) => Err(match object.cast::<PyArray1<i64>>() {
             Ok(_) => DtypeError::new_err("slots is int64, expected a numpy array of int32"),
             Err(_) => refused("slots", 1, object),

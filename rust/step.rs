@@ -136,27 +136,51 @@ impl Batch {
     /// Lengths that disagree, negative counts, sums beyond 31 bits.
     pub fn fill(
         &mut self,
-        computed: impl ExactSizeIterator<Item = i64>,
-        scheduled: impl ExactSizeIterator<Item = i64>,
+        computed: impl ExactSizeIterator<Item = i64> + Clone,
+        scheduled: impl ExactSizeIterator<Item = i64> + Clone,
     ) -> Result<()> {
         let num_reqs = scheduled.len();
         same_length("num_computed_tokens", computed.len(), num_reqs)?;
         self.requests.clear();
-        self.requests.reserve(num_reqs);
-        self.num_tokens = 0;
-        for (request, (computed, scheduled)) in computed.zip(scheduled).enumerate() {
-            let counts = Request {
-                computed: count("num_computed_tokens", request, computed)?,
-                scheduled: count("num_scheduled_tokens", request, scheduled)?,
-                offset: self.num_tokens,
-                settled: 0,
-            };
-            fits("num_computed_tokens + num_scheduled_tokens", request, computed + scheduled)?;
-            let total = i64::from(self.num_tokens) + scheduled;
-            self.num_tokens = fits("the sum of num_scheduled_tokens so far", request, total)?;
-            self.requests.push(counts);
+        // One pass without a way out, for the sake of speed: what is wrong shows in the bits.
+        let (mut total, mut bits) = (0_i64, 0_i64);
+        self.requests.extend(computed.clone().zip(scheduled.clone()).map(|(computed, scheduled)| {
+            let offset = total;
+            total = total.wrapping_add(scheduled);
+            bits |= computed | scheduled | computed.wrapping_add(scheduled) | total;
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked below")]
+            Request { computed: computed as u32, scheduled: scheduled as u32, offset: offset as u32, settled: 0 }
+        }));
+        self.num_tokens = u32::try_from(total).unwrap_or(0);
+        if (0..=i64::from(i32::MAX)).contains(&bits) {
+            Ok(())
+        } else {
+            Err(self.what_does_not_fit(computed, scheduled))
         }
-        Ok(())
+    }
+
+    /// The first count or sum that is negative or leaves 31 bits.
+    #[cold]
+    fn what_does_not_fit(
+        &mut self,
+        computed: impl Iterator<Item = i64>,
+        scheduled: impl Iterator<Item = i64>,
+    ) -> Error {
+        self.requests.clear();
+        self.num_tokens = 0;
+        let mut total = 0;
+        let mut check = |request, computed, scheduled| {
+            count("num_computed_tokens", request, computed)?;
+            count("num_scheduled_tokens", request, scheduled)?;
+            fits("num_computed_tokens + num_scheduled_tokens", request, computed + scheduled)?;
+            total += scheduled;
+            fits("the sum of num_scheduled_tokens so far", request, total)
+        };
+        computed
+            .zip(scheduled)
+            .enumerate()
+            .find_map(|(request, (computed, scheduled))| check(request, computed, scheduled).err())
+            .unwrap_or(Error::TooManyTokens { what: "the sum of num_scheduled_tokens", request: 0, value: total })
     }
 
     /// Say how many leading positions of each request an earlier step is known to have written.
@@ -227,16 +251,6 @@ impl Row<'_> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
-
-    /// The id in a column, if the row reaches that far.
-    #[inline]
-    #[must_use]
-    pub fn get(&self, column: usize) -> Option<i64> {
-        match self {
-            Row::I32(row) => row.get(column).map(|&id| i64::from(id)),
-            Row::I64(row) => row.get(column).copied(),
-        }
-    }
 }
 
 /// Where the rows of a batch come from.
@@ -247,6 +261,9 @@ pub trait Tables {
 
     /// The row of the request at a batch position. Both indices are within the batch and the groups.
     fn row(&self, group: usize, request: usize) -> Row<'_>;
+
+    /// One id of such a row, if the row reaches that far.
+    fn id(&self, group: usize, request: usize, column: usize) -> Option<i64>;
 
     /// None if no other row can hold the block; else the time at which it came into use (see
     /// [`Tables::first_column_since`]). Tables without a history say: at time 0.
@@ -301,6 +318,14 @@ impl Tables for [Table<'_>] {
             Table::I64(table) => Row::I64(table.row(request)),
         }
     }
+
+    #[inline]
+    fn id(&self, group: usize, request: usize, column: usize) -> Option<i64> {
+        match &self[group] {
+            Table::I32(table) => table.get((request, column)).map(|&id| i64::from(id)),
+            Table::I64(table) => table.get((request, column)).copied(),
+        }
+    }
 }
 
 /// Check that there is a table for each group, with a row for each request that reaches as far as its tokens.
@@ -318,11 +343,14 @@ pub fn rows_reach(groups: &[Group], tables: &[Table<'_>], batch: &Batch) -> Resu
             });
         }
         let found = table.num_columns();
-        for (request, counts) in batch.requests().iter().enumerate() {
-            let needed = columns(group, &counts.writes()).end as usize;
-            if found < needed {
-                return Err(Error::RowTooShort { group: index, request, found, needed });
-            }
+        let needs = |counts: &Request| columns(group, &counts.writes()).end as usize;
+        // The longest first: it is enough where nothing is wrong.
+        let longest =
+            batch.requests().iter().filter(|counts| counts.scheduled > 0).max_by_key(|counts| counts.writes().end);
+        if longest.is_some_and(|counts| needs(counts) > found)
+            && let Some(request) = batch.requests().iter().position(|counts| needs(counts) > found)
+        {
+            return Err(Error::RowTooShort { group: index, request, found, needed: needs(&batch.requests()[request]) });
         }
     }
     Ok(())
