@@ -49,6 +49,11 @@ _DECODES_MAY_LEAD = frozenset(
 """Backends that take any order, or any order behind their decodes."""
 
 
+def takes_any_order(backend: str) -> bool:
+    """Whether a backend, by its class name, takes any order behind its decodes."""
+    return backend in _DECODES_MAY_LEAD
+
+
 def order_constraint(
     backends: Iterable[Any], reorder_batch_threshold: int | None, context_parallel: bool = False
 ) -> OrderConstraint:
@@ -60,7 +65,7 @@ def order_constraint(
             care.
         context_parallel: Decode or prefill context parallelism is on.
     """
-    if context_parallel or not all(backend.__name__ in _DECODES_MAY_LEAD for backend in backends):
+    if context_parallel or not all(takes_any_order(backend.__name__) for backend in backends):
         return OrderConstraint.FIXED
     return OrderConstraint.FREE if reorder_batch_threshold is None else OrderConstraint.DECODES_LEAD
 

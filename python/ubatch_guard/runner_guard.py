@@ -439,7 +439,7 @@ class RunnerGuard:
 
 
 def trace_path(pattern: str, rank: str) -> Path:
-    """Fill ``{pid}`` and ``{rank}`` into a trace pattern; one without ``{pid}`` gets it before its suffixes."""
+    """Fill ``{pid}`` and ``{rank}`` into a trace pattern; a missing ``{pid}`` goes before its suffixes."""
     path = Path(pattern if "{pid}" in pattern else _with_pid(pattern))
     return Path(str(path).replace("{pid}", str(os.getpid())).replace("{rank}", rank))
 

@@ -115,13 +115,15 @@ class UBatchGuardMixin:
 
 def runner_guard(runner: Any) -> RunnerGuard | None:
     """The guard of ``runner``, made at the first call; None when it is off. Never raises in a step."""
-    made_for, guard = runner.__dict__.get(_GUARD, (None, None))
-    kv_cache_config = getattr(runner, "kv_cache_config", None)
-    if guard is not None and made_for is kv_cache_config:
-        return guard  # type: ignore[no-any-return]
-    settings = getattr(runner, _SETTINGS, None) or Settings.from_environment()
+    settings: Settings | None = getattr(runner, _SETTINGS, None)
+    if settings is None:
+        settings = runner.__dict__[_SETTINGS] = Settings.from_environment()
     if settings.policy is None:
         return None
+    kv_cache_config = getattr(runner, "kv_cache_config", None)
+    made_for, guard = runner.__dict__.get(_GUARD, (None, None))
+    if guard is not None and made_for is kv_cache_config and guard.settings is settings:
+        return guard  # type: ignore[no-any-return]
     parallel_config = getattr(runner, "parallel_config", None)
     groups: EngineGroups | Exception
     try:
@@ -321,7 +323,7 @@ def _context_parallel(config: Any, kind: str) -> bool:
 def _eligible(
     config: Any, num_scheduled_tokens: npt.NDArray[np.int32], uniform_decode_query_len: int
 ) -> bool:
-    """Whether vLLM's token thresholds let the step be cut (``v1/worker/ubatch_utils.py``, ``check_ubatch_thresholds``)."""
+    """Whether the step is large enough for vLLM to cut (``ubatch_utils.check_ubatch_thresholds``)."""
     uniform = bool((num_scheduled_tokens == uniform_decode_query_len).all())
     name = "dbo_decode_token_threshold" if uniform else "dbo_prefill_token_threshold"
     return int(num_scheduled_tokens.sum()) >= getattr(config, name, 0)
