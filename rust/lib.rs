@@ -4,6 +4,7 @@
 
 pub mod bitset;
 pub mod error;
+pub mod floor;
 pub mod hazard;
 pub mod mirror;
 pub mod order;

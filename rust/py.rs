@@ -14,6 +14,7 @@ use pyo3::{create_exception, intern};
 use smallvec::SmallVec;
 
 use crate::error::Error;
+use crate::floor;
 use crate::hazard::{self, Cuts, UnsafeCuts};
 use crate::mirror;
 use crate::order::{Order, Planner};
@@ -626,13 +627,25 @@ impl Mirror {
     }
 }
 
+/// Read rows of block ids once and add them up: the floor that `ubatch_guard.bench` compares the stateless check with.
+#[pyfunction]
+fn _read_floor(rows: &Bound<'_, PyArray2<i32>>) -> PyResult<i32> {
+    contained(|| {
+        let rows = readable(rows)?;
+        rows.as_array().outer_iter().try_fold(0_i32, |sum, row| {
+            let ids = row.to_slice().ok_or_else(|| ShapeError::new_err("the ids of a row do not lie side by side"))?;
+            Ok(sum.wrapping_add(floor::sum(ids)))
+        })
+    })
+}
+
 /// The Rust core. Use `ubatch_guard`; this module is private.
 #[pymodule]
 mod _core {
     #[pymodule_export]
     use super::{
-        BlockIdError, Checker, DtypeError, DuplicateRequestError, GroupError, GuardError, InternalError, Mirror,
-        PhaseError, ShapeError, TokenCountError, UnknownRequestError,
+        _read_floor, BlockIdError, Checker, DtypeError, DuplicateRequestError, GroupError, GuardError, InternalError,
+        Mirror, PhaseError, ShapeError, TokenCountError, UnknownRequestError,
     };
 
     #[pymodule_export]
