@@ -1,0 +1,234 @@
+"""The command ``ubatch-guard audit``: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from ubatch_guard.step import Policy
+from ubatch_guard.trace.audit import (
+    DBO_DECODE_TOKEN_THRESHOLD,
+    DBO_PREFILL_TOKEN_THRESHOLD,
+    AuditOptions,
+    TraceAudit,
+    UnsafeStep,
+    audit_trace,
+)
+from ubatch_guard.trace.format import TraceError, TraceReader
+
+_HEADINGS = {
+    "trace": "trace",
+    "steps": "steps",
+    "eligible": "eligible",
+    "hazardous": "hazardous",
+    "hazardous_any_cut": "at any cut",
+    "engine_vetoed": "vLLM vetoed",
+    "engine_missed": "vLLM missed",
+    "engine_needless": "vLLM needless",
+    "prefill_eligible": "prefill",
+    "prefill_engine_vetoed": "prefill vetoed",
+    "kept": "kept",
+    "vetoed": "vetoed",
+    "reordered": "reordered",
+    "check_us_p50": "p50 us",
+    "check_us_p99": "p99 us",
+}
+_PROGRESS_STEPS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Count, in traces of engine steps, the steps that microbatching would make wrong, what vLLM's own "
+        "guard made of them, and what this guard does."
+    )
+    parser.epilog = (
+        "Exit status: 0, or 2 where a trace could not be read (the others are audited all the same)."
+    )
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="a step trace: plain text, gzip or zstd")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line for each trace")
+    parser.add_argument(
+        "--policy",
+        choices=[Policy.VETO.value, Policy.REORDER.value],
+        default=Policy.REORDER.value,
+        help="what becomes of a step with an unsafe cut: run whole, or reordered with decodes in front "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dbo-prefill-token-threshold",
+        type=_token_count,
+        default=DBO_PREFILL_TOKEN_THRESHOLD,
+        metavar="N",
+        help="fewest tokens of a step that is split (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dbo-decode-token-threshold",
+        type=_token_count,
+        default=DBO_DECODE_TOKEN_THRESHOLD,
+        metavar="N",
+        help="the same where every query is one token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="name reader, writer and block of every unsafe step"
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="count the whole lines of a trace that breaks off, as that of a killed process does",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["core", "reference"],
+        default="core",
+        help="decide with the Rust core or with the slow Python reference (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit the traces; the exit status."""
+    options = AuditOptions(
+        policy=Policy(args.policy),
+        prefill_token_threshold=args.dbo_prefill_token_threshold,
+        decode_token_threshold=args.dbo_decode_token_threshold,
+        reference=args.engine == "reference",
+        partial=args.partial,
+    )
+    audits = []
+    status = 0
+    for path in args.traces:
+        unsafe: list[UnsafeStep] = []
+        explain = unsafe.append if args.explain else None
+        try:
+            with _progress(path) as on_step:
+                audit = audit_trace(path, options, on_unsafe=explain, on_step=on_step)
+        except TraceError as error:
+            print(error, file=sys.stderr)
+            status = 2
+            continue
+        audits.append(audit)
+        if args.json:
+            line: dict[str, Any] = asdict(audit)
+            if args.explain:
+                line["unsafe_steps"] = [_unsafe_step_json(step) for step in unsafe]
+            print(json.dumps(line), flush=True)
+        else:
+            for step in unsafe:
+                print("\n".join(_explanation(path, step)))
+    if audits and not args.json:
+        _print_table(audits, options.policy)
+    return status
+
+
+def _token_count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return count
+
+
+def _explanation(path: str, step: UnsafeStep) -> Iterator[str]:
+    """The culprits of an unsafe step, and what becomes of it, a line each."""
+    where = f"{path}:{step.line}:"
+    for cuts in step.unsafe:
+        yield (
+            f"{where} cuts {cuts.first}..{cuts.last} of {step.feasible.first}..{step.feasible.last} unsafe: "
+            f"{step.request_ids[cuts.reader]!r} (position {cuts.reader}) reads block {cuts.block} of group "
+            f"{cuts.group}, which {step.request_ids[cuts.writer]!r} (position {cuts.writer}) writes"
+        )
+    if step.permutation is None:
+        yield f"{where} vetoed"
+    else:
+        moved = sum(i != position for i, position in enumerate(step.permutation))
+        yield f"{where} reordered, {moved} requests moved"
+
+
+def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
+    return {
+        "line": step.line,
+        "feasible_cuts": [step.feasible.first, step.feasible.last],
+        "unsafe_cuts": [
+            {
+                "first": cuts.first,
+                "last": cuts.last,
+                "reader": step.request_ids[cuts.reader],
+                "writer": step.request_ids[cuts.writer],
+                "group": cuts.group,
+                "block": cuts.block,
+            }
+            for cuts in step.unsafe
+        ],
+        "order": None
+        if step.permutation is None
+        else [step.request_ids[position] for position in step.permutation],
+    }
+
+
+@contextlib.contextmanager
+def _progress(path: str) -> Iterator[Callable[[TraceReader], None] | None]:
+    """A progress bar over the bytes of a trace, where standard error is a terminal and rich is there."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        yield None
+        return
+    size = os.path.getsize(path) if os.path.isfile(path) else None
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(os.path.basename(path), total=size)
+        steps = 0
+
+        def on_step(reader: TraceReader) -> None:
+            nonlocal steps
+            steps += 1
+            if steps % _PROGRESS_STEPS == 0:
+                progress.update(task, completed=reader.tell())
+
+        yield on_step
+
+
+def _print_table(audits: Sequence[TraceAudit], policy: Policy) -> None:
+    keys = [field.name for field in fields(TraceAudit)]
+    headings = [_HEADINGS[key] for key in keys]
+    rows = [[_cell(getattr(audit, key)) for key in keys] for audit in audits]
+    if len(audits) > 1:
+        counts = [key for key in keys if isinstance(getattr(audits[0], key), int)]
+        sums = [str(sum(getattr(audit, key) for audit in audits)) for key in counts]
+        rows.append(["all", *sums, *[""] * (len(keys) - 1 - len(sums))])
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        _print_plain(headings, rows)
+        return
+    table = Table(title=f"Steps that microbatching would cut, policy {policy.value}")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "trace" else "right", overflow="fold")
+    for row in rows:
+        if row is rows[-1] and len(audits) > 1:
+            table.add_section()
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _print_plain(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The table without rich: columns parted by two spaces, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

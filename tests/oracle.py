@@ -1,0 +1,129 @@
+"""A slot-by-slot oracle: no spans, no block sets, only slots, tokens and who wrote what when.
+
+It shares no code with the package but the plain data of ``ubatch_guard.step``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ubatch_guard.step import Step
+
+Slot = tuple[int, int, int]
+"""Group, block, slot within the block."""
+
+
+class Write(NamedTuple):
+    offset: int
+    request: int
+
+
+class Read(NamedTuple):
+    offset: int
+    request: int
+    slot: Slot
+
+
+def _slot(step: Step, group: int, request: int, position: int) -> Slot | None:
+    size = step.groups[group].tokens_per_column
+    block = int(step.block_tables[group][request, position // size])
+    return None if block == step.groups[group].null_block else (group, block, position % size)
+
+
+def tokens(step: Step) -> list[tuple[int, int]]:
+    """Request and position of every token of the step, by offset."""
+    return [
+        (request, int(step.num_computed_tokens[request]) + i)
+        for request in range(step.num_reqs)
+        for i in range(int(step.num_scheduled_tokens[request]))
+    ]
+
+
+def writes(step: Step) -> dict[Slot, list[Write]]:
+    """Every write of the step to every slot."""
+    result: dict[Slot, list[Write]] = {}
+    for offset, (request, position) in enumerate(tokens(step)):
+        for group in range(len(step.groups)):
+            slot = _slot(step, group, request, position)
+            if slot is not None:
+                result.setdefault(slot, []).append(Write(offset, request))
+    return result
+
+
+def reads(step: Step) -> list[Read]:
+    """Every slot of its request's prefix that every token of the step attends to."""
+    result = []
+    for offset, (request, query) in enumerate(tokens(step)):
+        settled = 0 if step.num_settled_tokens is None else int(step.num_settled_tokens[request])
+        for group, kind in enumerate(step.groups):
+            for position in range(settled, int(step.num_computed_tokens[request])):
+                if kind.sliding_window is not None and query - position >= kind.sliding_window:
+                    continue
+                chunk = kind.attention_chunk_size
+                if chunk is not None and query // chunk != position // chunk:
+                    continue
+                slot = _slot(step, group, request, position)
+                if slot is not None:
+                    result.append(Read(offset, request, slot))
+    return result
+
+
+def unsafe_cuts(step: Step) -> set[int]:
+    """Every cut that puts a read before another request's write to the slot it reads."""
+    written = writes(step)
+    return {
+        cut
+        for read in reads(step)
+        for write in written.get(read.slot, ())
+        if write.request != read.request
+        for cut in range(read.offset + 1, write.offset + 1)
+    }
+
+
+def dependencies(step: Step) -> set[tuple[int, int]]:
+    """Reader and writer of every slot that one request reads and another writes."""
+    written = writes(step)
+    return {
+        (read.request, write.request)
+        for read in reads(step)
+        for write in written.get(read.slot, ())
+        if write.request != read.request
+    }
+
+
+def order_exists(step: Step, phases: list[int]) -> bool:
+    """Whether writers can go before readers without a descent of phases: by elimination."""
+    edges = dependencies(step)
+    if any(phases[writer] > phases[reader] for reader, writer in edges):
+        return False
+    left = set(range(step.num_reqs))
+    while left:
+        free = {r for r in left if not any(reader == r and writer in left for reader, writer in edges)}
+        if not free:
+            return False
+        left -= free
+    return True
+
+
+class Culprit(NamedTuple):
+    reader: int
+    writer: int
+    group: int
+    block: int
+
+
+def culprit(step: Step, cut: int) -> Culprit:
+    """Who makes an unsafe cut unsafe: its first reader, and the last write to what that one reads."""
+    written = writes(step)
+    pairs = [
+        (read, write)
+        for read in reads(step)
+        for write in written.get(read.slot, ())
+        if write.request != read.request
+    ]
+    reader = min(read.request for read, write in pairs if read.offset < cut <= write.offset)
+    of_reader = [(read, write) for read, write in pairs if read.request == reader]
+    last = max(write.offset for _, write in of_reader)
+    group, block, _ = min(read.slot for read, write in of_reader if write.offset == last)
+    writer = next(write.request for _, write in of_reader if write.offset == last)
+    return Culprit(reader, writer, group, block)
