@@ -206,7 +206,9 @@ impl Checker {
     ) -> Result<()> {
         self.clear();
         let requests = batch.requests();
-        for (position, request) in requests.iter().enumerate().rev() {
+        // Nobody in front of the first reader can be cut away from a writer.
+        let first = requests.iter().position(|request| !request.is_settled()).unwrap_or(requests.len());
+        for (position, request) in requests.iter().enumerate().skip(first).rev() {
             if request.scheduled == 0 {
                 continue;
             }
@@ -292,16 +294,27 @@ fn insert_writes<T: Tables + ?Sized>(
     request: &Request,
     from: u32,
 ) -> Result<()> {
-    let writes = request.writes();
-    let late = writes.start.saturating_add(from.saturating_sub(request.offset))..writes.end;
-    let late = columns(group, &late);
-    let looked_at = if T::TRUSTED { late.clone() } else { columns(group, &writes) };
+    if request.scheduled == 0 {
+        return Ok(());
+    }
+    let touched = columns(group, &request.writes());
+    let first_late = if request.offset >= from {
+        touched.start
+    } else if request.offset + request.scheduled <= from {
+        touched.end
+    } else {
+        group.column(request.computed + (from - request.offset))
+    };
+    let looked_at = if T::TRUSTED { first_late..touched.end } else { touched };
     for column in looked_at {
         let Some(id) = tables.id(index, position, column as usize) else {
             return Err(too_short(tables, index, position, column));
         };
-        if let Some(block) = valid_block(index, group, position, column, id)?
-            && late.contains(&column)
+        let Some(block) = group.block(id) else {
+            not_null(index, group, position, column, id)?;
+            continue;
+        };
+        if column >= first_late
             && let Some(since) = tables.shared_since(index, block)
         {
             written.insert(block, position, column, since);
@@ -326,11 +339,12 @@ fn scan_reads<T: Tables + ?Sized>(
     request: &Request,
     hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
 ) -> Result<ControlFlow<()>> {
-    let mut read = columns(group, &request.reads(group));
+    let reads = request.reads(group);
+    if reads.is_empty() || (T::TRUSTED && written.blocks.is_empty()) {
+        return Ok(ControlFlow::Continue(()));
+    }
+    let mut read = columns(group, &reads);
     if T::TRUSTED {
-        if written.blocks.is_empty() {
-            return Ok(ControlFlow::Continue(()));
-        }
         read.start = read.start.max(tables.first_column_since(index, position, written.since));
     }
     if read.is_empty() {
@@ -405,29 +419,22 @@ impl Scan<'_> {
         written: &mut Written,
         hit: &mut impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
-        match valid_block(self.index, self.group, self.position, column, id)? {
+        match self.group.block(id) {
             Some(block) if written.blocks.contains(block) => Ok(hit(written, column, block)),
-            _ => Ok(ControlFlow::Continue(())),
+            Some(_) => Ok(ControlFlow::Continue(())),
+            None => not_null(self.index, self.group, self.position, column, id).map(ControlFlow::Continue),
         }
     }
 }
 
-/// Check a block id: None for the null block.
-#[inline]
-fn valid_block(index: usize, group: &Group, request: usize, column: u32, id: i64) -> Result<Option<u32>> {
+/// What is no block with data must be the null block.
+#[cold]
+fn not_null(index: usize, group: &Group, request: usize, column: u32, id: i64) -> Result<()> {
     if group.null_block == Some(id) {
-        return Ok(None);
+        return Ok(());
     }
-    match u32::try_from(id) {
-        Ok(block) if block < group.num_blocks => Ok(Some(block)),
-        _ => Err(Error::BlockId {
-            group: index,
-            request,
-            column: column as usize,
-            block: id,
-            num_blocks: group.num_blocks,
-        }),
-    }
+    let num_blocks = group.num_blocks;
+    Err(Error::BlockId { group: index, request, column: column as usize, block: id, num_blocks })
 }
 
 /// Of the writes to a block that a reader holds in `column`, the offset and request of the one that comes last

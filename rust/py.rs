@@ -51,7 +51,7 @@ create_exception!(
     GuardError,
     "A KV cache group that cannot be: no tokens per column, a window of 0, and the like."
 );
-create_exception!(ubatch_guard, PhaseError, GuardError, "A phase that is none of 0, 1, 2.");
+create_exception!(ubatch_guard, PhaseError, GuardError, "A phase that is none of 0, 1, 2, or phases that are missing.");
 create_exception!(ubatch_guard, UnknownRequestError, GuardError, "A request id or slot the mirror has no row for.");
 create_exception!(
     ubatch_guard,

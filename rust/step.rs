@@ -61,6 +61,16 @@ impl Group {
         }
     }
 
+    /// The block with this id, if it is one that holds data.
+    #[inline]
+    #[must_use]
+    pub fn block(&self, id: i64) -> Option<u32> {
+        match u32::try_from(id) {
+            Ok(block) if block < self.num_blocks && self.null_block != Some(id) => Some(block),
+            _ => None,
+        }
+    }
+
     /// First position that the first query of a request at `computed` attends to.
     #[inline]
     #[must_use]
@@ -95,6 +105,13 @@ impl Request {
             return 0..0;
         }
         group.first_read(self.computed).max(self.settled)..self.computed
+    }
+
+    /// Whether it is known to read nothing that this step writes: it ran before, and what it has is written.
+    #[inline]
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.settled > 0 && self.settled >= self.computed
     }
 
     /// Positions it writes.

@@ -8,6 +8,22 @@ import numpy.typing as npt
 
 from ubatch_guard.step import IntArray, KVCacheGroup
 
+__all__ = [
+    "BlockIdError",
+    "Checker",
+    "DtypeError",
+    "DuplicateRequestError",
+    "GroupError",
+    "GuardError",
+    "InternalError",
+    "Mirror",
+    "PhaseError",
+    "ShapeError",
+    "TokenCountError",
+    "UnknownRequestError",
+    "__version__",
+]
+
 __version__: str
 
 class GuardError(ValueError):
@@ -28,11 +44,17 @@ class BlockIdError(GuardError):
 class GroupError(GuardError):
     """A KV cache group that cannot be: no tokens per column, a window of 0, and the like."""
 
+class PhaseError(GuardError):
+    """A phase that is none of 0, 1, 2, or phases that are missing."""
+
 class UnknownRequestError(GuardError):
     """A request id or slot the mirror has no row for."""
 
 class DuplicateRequestError(GuardError):
     """A request id that the mirror holds already, or that stands twice in a batch."""
+
+class InternalError(RuntimeError):
+    """A defect of the guard itself."""
 
 # (first, last, reader, writer, group, block)
 _Unsafe = tuple[int, int, int, int, int, int]
@@ -91,7 +113,7 @@ class Mirror:
     def append_each(
         self, request_ids: Sequence[str], rows: Sequence[Sequence[Sequence[int] | IntArray] | None]
     ) -> None:
-        """`append` for a whole step, as vLLM's ``CachedRequestData.new_block_ids`` has it; None: nothing new."""
+        """`append` for a whole step, in the form of vLLM's ``CachedRequestData.new_block_ids``."""
     def free(self, request_id: str) -> None:
         """The request's rows go."""
     def clear(self) -> None:
@@ -133,3 +155,6 @@ class Mirror:
 
         Column is the shorter length where one row is a prefix of the other.
         """
+
+def _read_floor(rows: npt.NDArray[np.int32]) -> int:
+    """Read rows of block ids once and add them up: the floor that `ubatch_guard.bench` compares with."""

@@ -88,6 +88,31 @@ class Step:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MirroredStep:
+    """One engine step, in batch order, whose block tables are in a mirror.
+
+    Attributes:
+        slots: int32, shape ``[num_reqs]``: the requests' handles, from ``Mirror.slots``.
+        num_computed_tokens: As in `Step`.
+        num_scheduled_tokens: As in `Step`.
+    """
+
+    slots: npt.NDArray[np.int32]
+    num_computed_tokens: IntArray
+    num_scheduled_tokens: IntArray
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the batch."""
+        return len(self.num_scheduled_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Scheduled tokens of the whole step."""
+        return int(np.sum(self.num_scheduled_tokens))
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class CutRange:
     """The cuts ``first`` to ``last``, both included, in tokens; empty when ``first > last``."""

@@ -1,0 +1,231 @@
+"""The policy: ask the core about a step; say whether it may be cut, and in which batch order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ubatch_guard._core import Checker, GuardError, InternalError, Mirror, PhaseError, ShapeError
+from ubatch_guard.step import (
+    CutRange,
+    KVCacheGroup,
+    MirroredStep,
+    Order,
+    OrderConstraint,
+    Phase,
+    Policy,
+    Reason,
+    Step,
+    UnsafeCuts,
+    Verdict,
+    feasible_cuts,
+)
+
+ALL_CUTS = CutRange(1, 2**31 - 1)
+"""Every cut that a step can have."""
+
+
+class Guard:
+    """Exact guard for microbatched steps.
+
+    A guard keeps scratch between calls and belongs to one thread at a time.
+
+    Args:
+        groups: The engine's KV cache groups.
+        policy: What to do about a step with an unsafe cut; a `Policy` or its value.
+        num_ubatches: Microbatches of a split step, at least 2.
+
+    Attributes:
+        mirror: Block tables kept on the host for `MirroredStep`; feed it with the scheduler's changes.
+
+    Raises:
+        GroupError: A group that cannot be.
+        ValueError: An unknown policy, or fewer than 2 microbatches.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        policy: Policy | str = Policy.REORDER,
+        num_ubatches: int = 2,
+    ) -> None:
+        feasible_cuts(num_ubatches, num_ubatches)  # raises for fewer than 2
+        self.groups = tuple(groups)
+        self.policy = Policy(policy)
+        self.num_ubatches = num_ubatches
+        self.mirror = Mirror(self.groups)
+        self._checker = Checker(self.groups)
+
+    def is_safe(self, step: Step | MirroredStep, cuts: CutRange | None = None) -> bool:
+        """Whether no cut among ``cuts`` is unsafe; the hot path of a runner.
+
+        Args:
+            step: The step.
+            cuts: The cuts asked about; None: those that the step can get, `feasible_cuts`.
+
+        Raises:
+            GuardError: Bad input, see its subclasses.
+        """
+        asked = feasible_cuts(step.num_tokens, self.num_ubatches) if cuts is None else cuts
+        if isinstance(step, MirroredStep):
+            return self.mirror.is_safe(
+                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, asked.first, asked.last
+            )
+        self._same_groups(step)
+        return self._checker.is_safe(
+            step.block_tables,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
+            asked.first,
+            asked.last,
+            step.num_settled_tokens,
+        )
+
+    def unsafe_cuts(self, step: Step | MirroredStep, cuts: CutRange = ALL_CUTS) -> tuple[UnsafeCuts, ...]:
+        """The unsafe cuts among ``cuts``: ascending, disjoint, none touching the next.
+
+        Raises:
+            GuardError: Bad input, see its subclasses.
+        """
+        if isinstance(step, MirroredStep):
+            found = self.mirror.unsafe_cuts(
+                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, cuts.first, cuts.last
+            )
+        else:
+            self._same_groups(step)
+            found = self._checker.unsafe_cuts(
+                step.block_tables,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                cuts.first,
+                cuts.last,
+                step.num_settled_tokens,
+            )
+        return tuple(UnsafeCuts(*fields) for fields in found)
+
+    def order(
+        self,
+        step: Step | MirroredStep,
+        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
+        constraint: OrderConstraint = OrderConstraint.FREE,
+    ) -> Order | None:
+        """A batch order with every writer before its readers, so without any unsafe cut.
+
+        It moves few requests, and none when the batch has such an order already.
+
+        Args:
+            step: The step.
+            phases: Phase of each request, in batch order; needed where ``constraint`` asks for phases.
+            constraint: What the attention backends accept.
+
+        Returns:
+            The order, or None where there is none.
+
+        Raises:
+            GuardError: Bad input, see its subclasses.
+        """
+        allowed = self._allowed_phases(step.num_reqs, phases, constraint)
+        if isinstance(step, MirroredStep):
+            found = self.mirror.order(
+                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, allowed
+            )
+        else:
+            self._same_groups(step)
+            found = self._checker.order(
+                step.block_tables,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                allowed,
+                step.num_settled_tokens,
+            )
+        if found is None:
+            return None
+        permutation, swaps = found
+        if swaps and constraint is OrderConstraint.FIXED:
+            return None
+        return Order(tuple(permutation), tuple(swaps))
+
+    def decide(
+        self,
+        step: Step | MirroredStep,
+        cuts: CutRange | int | Sequence[int] | None = None,
+        *,
+        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
+        constraint: OrderConstraint = OrderConstraint.FREE,
+    ) -> Verdict:
+        """Whether the step may be cut, under the guard's policy.
+
+        Args:
+            step: The step.
+            cuts: A range of cuts, one cut, or the cuts of a split; None: every cut that the step can get,
+                `feasible_cuts`.
+            phases: As for `order`.
+            constraint: As for `order`.
+
+        Raises:
+            GuardError: Bad input, see its subclasses. `vote` turns it into a verdict.
+        """
+        unsafe = self._unsafe_among(step, cuts)
+        if not unsafe:
+            return Verdict(True, Reason.SAFE)
+        if self.policy is Policy.OBSERVE:
+            return Verdict(True, Reason.OBSERVED, unsafe)
+        if self.policy is Policy.VETO or constraint is OrderConstraint.FIXED:
+            return Verdict(False, Reason.UNSAFE, unsafe)
+        order = self.order(step, phases, constraint)
+        if order is None:
+            return Verdict(False, Reason.NO_ORDER, unsafe)
+        return Verdict(True, Reason.REORDERED, unsafe, order)
+
+    def vote(
+        self,
+        step: Step | MirroredStep,
+        cuts: CutRange | int | Sequence[int] | None = None,
+        *,
+        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
+        constraint: OrderConstraint = OrderConstraint.FREE,
+    ) -> Verdict:
+        """As `decide`, for use inside a step: what cannot be decided is refused, and nothing is raised.
+
+        An exception on one rank of a data-parallel engine leaves its peers waiting in the vote.
+        """
+        try:
+            return self.decide(step, cuts, phases=phases, constraint=constraint)
+        except (GuardError, InternalError) as error:
+            return Verdict(False, Reason.UNDECIDED, error=f"{type(error).__name__}: {error}")
+
+    def _unsafe_among(
+        self, step: Step | MirroredStep, cuts: CutRange | int | Sequence[int] | None
+    ) -> tuple[UnsafeCuts, ...]:
+        if cuts is None:
+            cuts = feasible_cuts(step.num_tokens, self.num_ubatches)
+        elif isinstance(cuts, int):
+            cuts = CutRange(cuts, cuts)
+        if isinstance(cuts, CutRange):
+            # Nearly every step is safe, and that answer is several times cheaper.
+            return () if self.is_safe(step, cuts) else self.unsafe_cuts(step, cuts)
+        return tuple(unsafe for unsafe in self.unsafe_cuts(step) if any(cut in unsafe for cut in cuts))
+
+    def _same_groups(self, step: Step) -> None:
+        if step.groups != self.groups:
+            raise ShapeError(f"the step's groups {step.groups} are not the guard's {self.groups}")
+
+    @staticmethod
+    def _allowed_phases(
+        num_reqs: int,
+        phases: Sequence[Phase] | npt.NDArray[np.int8] | None,
+        constraint: OrderConstraint,
+    ) -> npt.NDArray[np.int8] | None:
+        if constraint in (OrderConstraint.FREE, OrderConstraint.FIXED):
+            return None
+        if phases is None:
+            raise PhaseError(f"the order constraint {constraint.value!r} needs the phases of the requests")
+        allowed = np.asarray(phases, dtype=np.int8)
+        if len(allowed) != num_reqs:
+            raise ShapeError(f"phases: length {len(allowed)}, expected {num_reqs}")
+        if constraint is OrderConstraint.DECODES_LEAD:
+            # Extends and prefills form one section.
+            return np.where(allowed == Phase.EXTEND, np.int8(Phase.PREFILL), allowed)
+        return allowed
