@@ -1,0 +1,319 @@
+"""The real vLLM engine on a CPU, with microbatches that are really run one after the other.
+
+vLLM cuts a step only where several data-parallel ranks agree, on a GPU. Here the same cut is made on the CPU: vLLM's
+own ``maybe_create_ubatch_slices`` and attention metadata per slice, then the model once per slice. Nothing else of
+the engine is changed: scheduler, prefix cache, persistent batch, order, vote and sampling are vLLM's.
+
+Import this before vllm: it sets the environment that vllm reads at import.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import dataclasses
+import gc
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ubatch_guard.runner_mixin import runner_guard
+from ubatch_guard.settings import Settings
+from ubatch_guard.step import Policy
+
+BLOCK_SIZE = 32
+Prompt = list[int]
+
+
+def save_tiny_model(folder: Path, *, sliding_window: int | None = None, seed: int = 0) -> Path:
+    """A Llama (with ``sliding_window``: a Gemma 3, windowed and full layers in turn) with weights large enough that
+    attention decides the tokens: under vLLM's dummy weights a hazard would change no logit."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    if sliding_window is None:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    else:
+        config = transformers.Gemma3TextConfig(
+            **common,
+            sliding_window=sliding_window,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=32,
+        )
+        model = transformers.Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                scale = 1.0 if "embed" in name else 3.0 / parameter.shape[1] ** 0.5
+                parameter.normal_(0.0, scale)
+    model.to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request got: its tokens, and the log-probabilities of the likeliest at each step."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+
+    def differs(self, other: Answer, tolerance: float = 1e-5) -> bool:
+        if self.token_ids != other.token_ids:
+            return True
+        return any(
+            mine.keys() != theirs.keys()
+            or any(abs(mine[token] - theirs[token]) > tolerance * max(1.0, abs(theirs[token])) for token in mine)
+            for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class Steps:
+    """What became of the steps of a run.
+
+    Attributes:
+        steps: Steps that ran tokens.
+        eligible: Of two requests or more, and at least ``Engine.min_tokens`` tokens: those that would be cut if every
+            one were allowed.
+        split: Those that were cut.
+        orders: Request ids in batch order, of each eligible step.
+    """
+
+    steps: int = 0
+    eligible: int = 0
+    split: int = 0
+    orders: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Run:
+    """The answers to the prompts, in their order, and the steps it took."""
+
+    answers: list[Answer]
+    steps: Steps
+
+    def num_wrong(self, whole: Run) -> int:
+        """Requests that were answered otherwise than in the whole run."""
+        return sum(mine.differs(theirs) for mine, theirs in zip(self.answers, whole.answers, strict=True))
+
+
+class Engine:
+    """A vLLM engine whose steps can be cut.
+
+    Args:
+        model: Folder of the model.
+        min_tokens: Steps of fewer tokens are run whole, as by vLLM's DBO thresholds.
+        options: Further arguments of ``vllm.LLM``.
+    """
+
+    def __init__(self, model: Path, *, min_tokens: int = 64, **options: Any) -> None:
+        import vllm
+
+        settings: dict[str, Any] = {
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 256,
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": 2048,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self.llm = vllm.LLM(str(model), **(settings | options))
+        self.min_tokens = min_tokens
+        self.runner = _find_runner(self.llm)
+        self.steps = Steps()
+        self._sequence = 0
+        self._microbatch()
+
+    @property
+    def v2(self) -> bool:
+        return not hasattr(self.runner, "_may_reorder_batch")
+
+    def set(
+        self,
+        *,
+        dbo: bool,
+        policy: Policy | None = None,
+        vllm_guard: bool = True,
+        threshold: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """Decide how the next run is done.
+
+        Args:
+            dbo: Cut the steps that are allowed to be.
+            policy: Of the guard; None: off.
+            vllm_guard: Leave vLLM's own guard in place.
+            threshold: ``reorder_batch_threshold``, standing in for an attention backend that has one.
+            settings: Further fields of `Settings`.
+        """
+        runner = self.runner
+        runner.parallel_config.enable_dbo = dbo
+        runner.ubatch_guard_settings = Settings(policy=policy, log_interval=0.0, **settings)
+        if not self.v2:
+            runner.reorder_batch_threshold = threshold
+            runner.__dict__.pop("_allow_microbatching", None)
+            if not vllm_guard:
+                runner._allow_microbatching = lambda num_reqs, num_scheduled_tokens_np: True
+
+    @property
+    def guard(self) -> Any:
+        return runner_guard(self.runner)
+
+    def forget(self) -> None:
+        """Empty the prefix cache and zero the KV: right values left by an earlier run would hide a hazard."""
+        assert self.llm.reset_prefix_cache()
+        for cache in self.runner.kv_caches:
+            cache.zero_()
+
+    def run(
+        self, prompts: Sequence[Prompt], max_tokens: int = 4, arrivals: Sequence[int] | None = None
+    ) -> Run:
+        """Answer ``prompts`` greedily on an empty cache.
+
+        Args:
+            prompts: Token ids.
+            max_tokens: Tokens per answer.
+            arrivals: Engine step before which each prompt arrives, ascending; None: all at once.
+        """
+        import vllm
+
+        self.forget()
+        self.steps = Steps()
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False
+        )
+        engine = self.llm.llm_engine
+        arrivals = arrivals or [0] * len(prompts)
+        self._sequence += 1
+        names = [f"{self._sequence}-{place}" for place in range(len(prompts))]
+        waiting = list(zip(arrivals, names, prompts, strict=True))
+        done: dict[str, Any] = {}
+        step = 0
+        while waiting or engine.has_unfinished_requests():
+            while waiting and (waiting[0][0] <= step or not engine.has_unfinished_requests()):
+                _, name, prompt = waiting.pop(0)
+                engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+            step += 1
+        return Run([_answer(done[name].outputs[0]) for name in names], self.steps)
+
+    def close(self) -> None:
+        """Free the engine, so that another can be made in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        del self.runner
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _microbatch(self) -> None:
+        if self.v2:
+            _microbatch_v2(self)
+        else:
+            _microbatch_v1(self)
+
+    def _note_step(self, req_ids: Sequence[str], num_tokens: int) -> bool:
+        """Count a step; whether it is eligible."""
+        self.steps.steps += 1
+        eligible = len(req_ids) > 1 and num_tokens >= self.min_tokens
+        self.steps.eligible += eligible
+        if eligible:
+            self.steps.orders.append(list(req_ids))
+        return eligible
+
+
+def _answer(completion: Any) -> Answer:
+    return Answer(
+        tuple(completion.token_ids),
+        tuple({token: entry.logprob for token, entry in step.items()} for step in completion.logprobs),
+    )
+
+
+def _find_runner(llm: Any) -> Any:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner
+
+
+def _microbatch_v1(engine: Engine) -> None:
+    from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
+    from vllm.v1.worker.ubatch_utils import is_last_ubatch_empty
+
+    runner = engine.runner
+    determine = runner._determine_batch_execution_and_padding
+    forward = runner._model_forward
+
+    def determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decided = determine(*args, **kwargs)
+        num_tokens, allowed = kwargs["num_tokens"], kwargs.get("allow_microbatching", True)
+        eligible = engine._note_step(self.input_batch.req_ids, num_tokens)
+        config = self.parallel_config
+        split = (
+            config.use_ubatching
+            and allowed
+            and eligible
+            and not is_last_ubatch_empty(num_tokens, decided[1].num_tokens, config.num_ubatches)
+        )
+        engine.steps.split += split
+        return (*decided[:2], split, *decided[3:])
+
+    def model_forward(self: Any, **kwargs: Any) -> Any:
+        whole = get_forward_context()
+        if whole.ubatch_slices is None:
+            return forward(**kwargs)
+        outputs = []
+        for place, ubatch in enumerate(whole.ubatch_slices):
+            context = create_forward_context(
+                whole.attn_metadata[place], self.vllm_config, slot_mapping=whole.slot_mapping[place]
+            )
+            inputs = {
+                name: value[ubatch.token_slice] if isinstance(value, torch.Tensor) else value
+                for name, value in kwargs.items()
+            }
+            with override_forward_context(context):
+                outputs.append(forward(**inputs))
+        return torch.cat(outputs)
+
+    runner._determine_batch_execution_and_padding = types.MethodType(
+        determine_batch_execution_and_padding, runner
+    )
+    runner._model_forward = types.MethodType(model_forward, runner)
+    for group in (group for groups in runner.attn_groups for group in groups):
+        group.create_metadata_builders(
+            runner.vllm_config, runner.device, group.kv_cache_spec.block_size, num_metadata_builders=4
+        )
+
+
+def _microbatch_v2(engine: Engine) -> None:
+    raise NotImplementedError
