@@ -15,9 +15,28 @@ from .forward_context import ForwardContext
 from .parallel import ExpertRoute, Ranks
 
 
-def linear(in_features: int, out_features: int) -> nn.Linear:
-    """Make a projection without bias."""
-    return nn.Linear(in_features, out_features, bias=False)
+class Linear(nn.Module):
+    """A projection without bias. Unlike torch's own it draws no weights that would be overwritten."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return F.linear(hidden, self.weight)
+
+
+class Embedding(nn.Module):
+    """A row of weights per token id."""
+
+    def __init__(self, num_embeddings: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_embeddings, size))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """int64 ``[num_tokens]`` to ``[num_tokens, size]``."""
+        return F.embedding(input_ids, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -64,10 +83,10 @@ class Attention(nn.Module):
             config.head_dim,
         )
         self.layer, self.head_dim, self.queries_per_kv = layer, dim, heads // kv_heads
-        self.q_proj = linear(hidden, heads * dim)
-        self.k_proj = linear(hidden, kv_heads * dim)
-        self.v_proj = linear(hidden, kv_heads * dim)
-        self.o_proj = linear(heads * dim, hidden)
+        self.q_proj = Linear(hidden, heads * dim)
+        self.k_proj = Linear(hidden, kv_heads * dim)
+        self.v_proj = Linear(hidden, kv_heads * dim)
+        self.o_proj = Linear(heads * dim, hidden)
         norm = config.use_qk_norm
         self.q_norm: nn.Module = RMSNorm(dim, config.rms_norm_eps) if norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(dim, config.rms_norm_eps) if norm else nn.Identity()
@@ -102,9 +121,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """``[num_tokens, hidden_size]`` to the same shape; the context is not looked at."""
@@ -129,7 +148,7 @@ class MoE(nn.Module):
         self.ranks = ranks
         self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
-        self.gate = linear(config.hidden_size, config.num_experts)
+        self.gate = Linear(config.hidden_size, config.num_experts)
         num_local = config.num_experts // ranks.size
         self.first_expert = ranks.rank * num_local
         self.experts = nn.ModuleList(

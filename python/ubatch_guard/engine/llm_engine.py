@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from .model import DecoderModel
 from .parallel import Ranks
 from .request import Request, SamplingParams
 from .runner import Runner, StepReport
+from .sanitizer import UnwrittenRead
 from .scheduler import Scheduler
 from .weights import load_checkpoint, random_model
+from .workloads import WorkloadRequest
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class EngineStats:
         split: Cut.
         unwritten_reads: KV slots read before they were written, over all layers.
         unsafe_steps: Steps with such a read.
+        first_unsafe: Number of the first such step and its reads; None: there was none.
     """
 
     steps: int = 0
@@ -35,9 +39,12 @@ class EngineStats:
     split: int = 0
     unwritten_reads: int = 0
     unsafe_steps: int = 0
+    first_unsafe: tuple[int, tuple[UnwrittenRead, ...]] | None = None
 
     def add(self, report: StepReport) -> None:
         """Count a step."""
+        if report.unwritten_reads and self.first_unsafe is None:
+            self.first_unsafe = (self.steps, report.unwritten_reads)
         self.steps += 1
         self.eligible += report.eligible
         self.split += bool(report.cuts)
@@ -89,12 +96,38 @@ class LLMEngine:
             self.outputs[request.req_id] = request.output_token_ids
         return True
 
-    def run(self, on_step: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    def run(self) -> dict[str, list[int]]:
         """Run until no rank has anything left; returns the output tokens of this rank's requests."""
         while self.step():
-            if on_step is not None:
-                on_step()
+            pass
         return self.outputs
+
+    def serve(
+        self, requests: Sequence[WorkloadRequest], on_step: Callable[[int], None] | None = None
+    ) -> dict[str, list[int]]:
+        """Serve requests that arrive at their steps; an engine with nothing to run skips to the next arrival.
+
+        Args:
+            requests: This rank's, in order of arrival.
+            on_step: Called after each step with the number of requests that are through.
+
+        Returns:
+            Their output tokens.
+        """
+        clock = 0
+        coming = deque(requests)
+        while True:
+            while coming and coming[0].arrival_step <= clock:
+                request = coming.popleft()
+                self.add_request(request.req_id, request.prompt_token_ids, request.sampling_params)
+            if self.step():
+                clock += 1
+            elif next_arrival := self.runner.ranks.min(coming[0].arrival_step if coming else None):
+                clock = next_arrival
+            else:
+                return self.outputs
+            if on_step is not None:
+                on_step(len(self.outputs))
 
 
 def load_model(

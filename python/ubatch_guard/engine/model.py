@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .forward_context import ForwardContext
-from .layers import MLP, Attention, MoE, RMSNorm, linear, rotary_embedding
+from .layers import MLP, Attention, Embedding, Linear, MoE, RMSNorm, rotary_embedding
 from .parallel import Ranks
 
 
@@ -38,13 +38,13 @@ class DecoderModel(nn.Module):
         super().__init__()
         ranks = ranks or Ranks()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, ranks) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = linear(config.hidden_size, config.vocab_size)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states ``[num_tokens, hidden_size]`` for int64 token ids and positions ``[num_tokens]``."""

@@ -45,6 +45,15 @@ class Ranks:
         """Whether the flag is set on any rank."""
         return bool(self.sum(torch.tensor([int(flag)], dtype=torch.int32))[0])
 
+    def min(self, value: int | None) -> int | None:
+        """Smallest value of any rank that has one."""
+        highest = 2**31 - 1
+        values = torch.tensor([highest if value is None else value], dtype=torch.int32)
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.host_group)
+        smallest = int(values[0])
+        return None if smallest == highest else smallest
+
     def all_to_all(self, sent: Tensor, sent_rows: list[int], received_rows: list[int]) -> Transfer:
         """Send ``sent_rows[i]`` rows of ``sent`` to rank i, and receive ``received_rows[i]`` from it."""
         if self.size == 1:

@@ -106,7 +106,8 @@ class Runner:
             num_tokens=scheduler_output.total_num_scheduled_tokens,
             num_reqs=num_reqs,
             num_scheduled_tokens_np=num_scheduled_tokens,
-            allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),
+            # An idle rank has no step to ask about; it is too small to be cut anyway.
+            allow_microbatching=num_reqs == 0 or self._allow_microbatching(num_reqs, num_scheduled_tokens),
         )
         ubatch_slices, ubatch_slices_padded = maybe_create_ubatch_slices(
             execution.should_ubatch,

@@ -67,9 +67,9 @@ def random_model(
 
 
 def _build(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> DecoderModel:
-    with torch.device("meta"):  # nothing is drawn that would be overwritten
+    with device:
         model = DecoderModel(config, ranks)
-    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    return model.to(dtype).eval().requires_grad_(False)
 
 
 def _draw(name: str, weight: Tensor, seed: int) -> None:
