@@ -22,6 +22,7 @@ __all__ = [
     "TokenCountError",
     "UnknownRequestError",
     "__version__",
+    "_read_floor",
 ]
 
 __version__: str
