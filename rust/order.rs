@@ -138,15 +138,17 @@ impl Planner {
     /// themselves: the one that stands hindmost. None where they wait for each other.
     fn hindmost_free_writer(&mut self, reader: usize) -> Option<usize> {
         let mut best = None;
+        // The position being filled marks this search: the reader itself can be searched from more than once.
+        let position = self.place[reader];
         self.stack.clear();
         self.stack.push(reader);
         while let Some(request) = self.stack.pop() {
             for &(_, writer) in pairs_of(&self.by_reader, request) {
-                // A writer in front of the reader is placed already; `reader` marks this search.
-                if self.place[writer] <= self.place[reader] || self.visited[writer] == reader {
+                // A writer in front of the reader is placed already.
+                if self.place[writer] <= position || self.visited[writer] == position {
                     continue;
                 }
-                self.visited[writer] = reader;
+                self.visited[writer] = position;
                 if self.waits_for[writer] == 0 {
                     best = best.max(Some(self.place[writer]));
                 } else {
