@@ -100,7 +100,7 @@ macro_rules! block_id {
         fn $find(ids: &[$int], set: &BlockSet) -> Option<usize> {
             let low = <$unsigned>::from(set.low);
             let width = if set.is_empty() { 0 } else { <$unsigned>::from(set.high - set.low + 1) };
-            let num_blocks = set.bits.len();
+            let num_blocks = <$unsigned>::try_from(set.bits.len()).unwrap_or(<$unsigned>::MAX);
             let words = set.bits.as_slice();
             let (chunks, rest) = ids.as_chunks::<CHUNK>();
             for (index, chunk) in chunks.iter().enumerate() {
@@ -110,11 +110,12 @@ macro_rules! block_id {
                     within |= id.wrapping_sub(low) < width;
                     top = top.max(id);
                 }
-                if !within && (top as usize) < num_blocks {
+                if !within && top < num_blocks {
                     continue;
                 }
-                let mut found = top as usize >= num_blocks;
+                let mut found = top >= num_blocks;
                 for &id in chunk {
+                    #[allow(clippy::cast_possible_truncation, reason = "an id that does not fit is found above")]
                     let id = id.cast_unsigned() as usize;
                     let word = words.get(id / WORD).copied().unwrap_or(0);
                     found |= (word >> (id % WORD)) & 1 == 1;

@@ -36,7 +36,7 @@ struct History {
 #[derive(Debug)]
 struct Rows {
     /// By group, then by slot.
-    rows: Vec<Vec<History>>,
+    histories: Vec<Vec<History>>,
     /// By group, then by block.
     uses: Vec<Vec<Use>>,
     /// By slot: the number of the batch in which its request was last seen, or `VACANT`.
@@ -68,7 +68,7 @@ struct BatchRows<'a> {
 impl BatchRows<'_> {
     #[inline]
     fn history(&self, group: usize, request: usize) -> &History {
-        &self.rows.rows[group][self.slots[request].cast_unsigned() as usize]
+        &self.rows.histories[group][self.slots[request].cast_unsigned() as usize]
     }
 
     /// Whether a block that is written at the offset `from` or later stands in two rows: what nearly every step is
@@ -76,7 +76,8 @@ impl BatchRows<'_> {
     fn any_shared_write(&self, groups: &[Group], batch: &Batch, from: u32) -> Result<bool> {
         let requests = batch.requests();
         let first = requests.partition_point(|request| request.offset + request.scheduled <= from);
-        for (index, (group, (rows, uses))) in groups.iter().zip(self.rows.rows.iter().zip(&self.rows.uses)).enumerate()
+        for (index, (group, (rows, uses))) in
+            groups.iter().zip(self.rows.histories.iter().zip(&self.rows.uses)).enumerate()
         {
             let mut shared = false;
             for (position, request) in requests.iter().enumerate().skip(first) {
@@ -140,7 +141,7 @@ impl Mirror {
         let checker = Checker::new(groups)?;
         let groups = checker.groups();
         let rows = Rows {
-            rows: groups.iter().map(|_| Vec::new()).collect(),
+            histories: groups.iter().map(|_| Vec::new()).collect(),
             uses: groups.iter().map(|group| vec![Use::default(); group.num_blocks as usize]).collect(),
             seen: Vec::new(),
             vacant: Vec::new(),
@@ -159,7 +160,7 @@ impl Mirror {
     /// Bytes of heap memory held.
     #[must_use]
     pub fn nbytes(&self) -> usize {
-        let rows = self.rows.rows.iter().flatten();
+        let rows = self.rows.histories.iter().flatten();
         rows.map(|row| size_of::<History>() + row.ids.capacity() * size_of::<i32>()).sum::<usize>()
             + self.rows.uses.iter().map(|uses| uses.capacity() * size_of::<Use>()).sum::<usize>()
             + self.checker.nbytes()
@@ -190,7 +191,7 @@ impl Mirror {
     pub fn add(&mut self) -> usize {
         let slot = self.rows.vacant.pop().unwrap_or_else(|| {
             self.rows.seen.push(VACANT);
-            for rows in &mut self.rows.rows {
+            for rows in &mut self.rows.histories {
                 rows.push(History::default());
             }
             self.rows.seen.len() - 1
@@ -203,7 +204,7 @@ impl Mirror {
     /// Add the staged blocks to the ends of the rows of the request in a slot.
     pub fn append(&mut self, slot: usize) {
         let time = self.rows.tick();
-        let groups = self.checker.groups().iter().zip(&mut self.rows.rows).zip(&mut self.rows.uses);
+        let groups = self.checker.groups().iter().zip(&mut self.rows.histories).zip(&mut self.rows.uses);
         for (((group, rows), uses), staged) in groups.zip(&mut self.staged) {
             if staged.is_empty() {
                 continue;
@@ -244,7 +245,7 @@ impl Mirror {
     /// The row of the request in a slot.
     #[must_use]
     pub fn row(&self, slot: usize, group: usize) -> &[i32] {
-        &self.rows.rows[group][slot].ids
+        &self.rows.histories[group][slot].ids
     }
 
     /// As [`Checker::is_safe`].
@@ -354,7 +355,7 @@ impl Rows {
             for used in self.uses.iter_mut().flatten() {
                 used.since = 0;
             }
-            for row in self.rows.iter_mut().flatten() {
+            for row in self.histories.iter_mut().flatten() {
                 (row.grown, row.grown_before, row.len_before) = (0, 0, 0);
             }
             self.time = 0;
@@ -364,7 +365,7 @@ impl Rows {
     }
 
     fn release(&mut self, groups: &[Group], slot: usize) {
-        for ((group, rows), uses) in groups.iter().zip(&mut self.rows).zip(&mut self.uses) {
+        for ((group, rows), uses) in groups.iter().zip(&mut self.histories).zip(&mut self.uses) {
             let history = std::mem::take(&mut rows[slot]);
             for id in history.ids {
                 if let Some(used) = counted(uses, group, id) {

@@ -256,7 +256,7 @@ const FEW: usize = 4;
 /// Stateless check over numpy block tables; keeps scratch between calls.
 #[pyclass(module = "ubatch_guard._core")]
 struct Checker {
-    checker: hazard::Checker,
+    core: hazard::Checker,
     batch: Batch,
     found: Vec<UnsafeCuts>,
     planner: Planner,
@@ -275,7 +275,7 @@ impl Checker {
         let ids: SmallVec<[Ids<'_>; FEW]> =
             block_tables.try_iter()?.map(|table| Ids::borrow(&table?)).collect::<PyResult<_>>()?;
         let tables: SmallVec<[Table<'_>; FEW]> = ids.iter().map(Ids::table).collect();
-        rows_reach(self.checker.groups(), &tables, &self.batch)?;
+        rows_reach(self.core.groups(), &tables, &self.batch)?;
         Ok(question(self, &tables)?)
     }
 }
@@ -284,8 +284,8 @@ impl Checker {
 impl Checker {
     #[new]
     fn new(groups: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let checker = hazard::Checker::new(self::groups(groups)?)?;
-        Ok(Self { checker, batch: Batch::default(), found: Vec::new(), planner: Planner::default() })
+        let core = hazard::Checker::new(self::groups(groups)?)?;
+        Ok(Self { core, batch: Batch::default(), found: Vec::new(), planner: Planner::default() })
     }
 
     #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None))]
@@ -300,7 +300,7 @@ impl Checker {
     ) -> PyResult<bool> {
         contained(|| {
             self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
-                this.checker.is_safe(tables, &this.batch, cuts(first_cut, last_cut))
+                this.core.is_safe(tables, &this.batch, cuts(first_cut, last_cut))
             })
         })
     }
@@ -317,7 +317,7 @@ impl Checker {
     ) -> PyResult<Vec<UnsafeTuple>> {
         contained(|| {
             self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
-                this.checker.unsafe_cuts(tables, &this.batch, cuts(first_cut, last_cut), &mut this.found)?;
+                this.core.unsafe_cuts(tables, &this.batch, cuts(first_cut, last_cut), &mut this.found)?;
                 Ok(unsafe_tuples(&this.found))
             })
         })
@@ -337,7 +337,7 @@ impl Checker {
             self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
                 let (planner, requests) = (&mut this.planner, this.batch.requests().len());
                 planner.clear();
-                this.checker.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
+                this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
                 Ok(order_tuple(planner.order(requests, phases.as_deref())?))
             })
         })
@@ -355,7 +355,7 @@ fn phases(object: &Bound<'_, PyAny>) -> PyResult<Vec<i8>> {
 /// Block tables of the live requests on the host, with a count per block of the rows that hold it.
 #[pyclass(module = "ubatch_guard._core")]
 struct Mirror {
-    mirror: mirror::Mirror,
+    core: mirror::Mirror,
     /// Request id to slot.
     slots: Py<PyDict>,
     batch: Batch,
@@ -374,7 +374,7 @@ impl Mirror {
 
     /// Take a change's block ids, one row a group.
     fn stage(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        let expected = self.mirror.groups().len();
+        let expected = self.core.groups().len();
         let mut group = 0;
         for row in rows.try_iter()? {
             if group < expected {
@@ -392,7 +392,7 @@ impl Mirror {
     fn stage_row(&mut self, request_id: &Bound<'_, PyAny>, group: usize, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let staged = if row.cast::<numpy::PyUntypedArray>().is_ok() {
             let ids = Ints::borrow("a row of block ids", row)?;
-            with_values!(values of &ids => self.mirror.stage(0, group, values))
+            with_values!(values of &ids => self.core.stage(0, group, values))
         } else {
             self.ids.clear();
             if let Ok(list) = row.cast::<PyList>() {
@@ -402,7 +402,7 @@ impl Mirror {
                     self.ids.push(block_id(&id?)?);
                 }
             }
-            self.mirror.stage(0, group, self.ids.iter().copied())
+            self.core.stage(0, group, self.ids.iter().copied())
         };
         match staged {
             Err(Error::BlockId { column, block, num_blocks, .. }) => Err(BlockIdError::new_err(format!(
@@ -417,7 +417,7 @@ impl Mirror {
     fn append_rows(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
         let slot = self.slot(request_id)?;
         self.stage(request_id, rows)?;
-        self.mirror.append(slot);
+        self.core.append(slot);
         Ok(())
     }
 }
@@ -478,7 +478,7 @@ impl Mirror {
     #[new]
     fn new(py: Python<'_>, groups: &Bound<'_, PyAny>) -> PyResult<Self> {
         Ok(Self {
-            mirror: mirror::Mirror::new(self::groups(groups)?)?,
+            core: mirror::Mirror::new(self::groups(groups)?)?,
             slots: PyDict::new(py).unbind(),
             batch: Batch::default(),
             found: Vec::new(),
@@ -497,7 +497,7 @@ impl Mirror {
 
     #[getter]
     fn nbytes(&self) -> usize {
-        self.mirror.nbytes()
+        self.core.nbytes()
     }
 
     fn add(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -507,7 +507,7 @@ impl Mirror {
                 return Err(DuplicateRequestError::new_err(format!("request {} is there already", request_id.repr()?)));
             }
             self.stage(request_id, rows)?;
-            slots.set_item(request_id, self.mirror.add())
+            slots.set_item(request_id, self.core.add())
         })
     }
 
@@ -515,7 +515,7 @@ impl Mirror {
         contained(|| {
             let slot = self.slot(request_id)?;
             self.stage(request_id, rows)?;
-            self.mirror.replace(slot);
+            self.core.replace(slot);
             Ok(())
         })
     }
@@ -544,7 +544,7 @@ impl Mirror {
         contained(|| {
             let slot = self.slot(request_id)?;
             self.slots.bind(request_id.py()).del_item(request_id)?;
-            self.mirror.free(slot);
+            self.core.free(slot);
             Ok(())
         })
     }
@@ -553,7 +553,7 @@ impl Mirror {
         contained(|| {
             let slots = self.slots.bind(py);
             for slot in slots.values() {
-                self.mirror.free(slot.extract()?);
+                self.core.free(slot.extract()?);
             }
             slots.clear();
             Ok(())
@@ -574,11 +574,11 @@ impl Mirror {
     fn row<'py>(&self, request_id: &Bound<'py, PyAny>, group: usize) -> PyResult<Bound<'py, PyArray1<i32>>> {
         contained(|| {
             let slot = self.slot(request_id)?;
-            let groups = self.mirror.groups().len();
+            let groups = self.core.groups().len();
             if group >= groups {
                 return Err(ShapeError::new_err(format!("group {group} of {groups}")));
             }
-            Ok(PyArray1::from_slice(request_id.py(), self.mirror.row(slot, group)))
+            Ok(PyArray1::from_slice(request_id.py(), self.core.row(slot, group)))
         })
     }
 
@@ -594,7 +594,7 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            Ok(self.mirror.is_safe(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut))?)
+            Ok(self.core.is_safe(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut))?)
         })
     }
 
@@ -610,7 +610,7 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            self.mirror.unsafe_cuts(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut), &mut self.found)?;
+            self.core.unsafe_cuts(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut), &mut self.found)?;
             Ok(unsafe_tuples(&self.found))
         })
     }
@@ -627,7 +627,7 @@ impl Mirror {
             let phases = phases.map(self::phases).transpose()?;
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            let order = self.mirror.order(slots.as_slice()?, &self.batch, phases.as_deref(), &mut self.planner)?;
+            let order = self.core.order(slots.as_slice()?, &self.batch, phases.as_deref(), &mut self.planner)?;
             Ok(order_tuple(order))
         })
     }
@@ -640,7 +640,7 @@ impl Mirror {
         num_blocks_per_row: &Bound<'_, PyAny>,
     ) -> PyResult<Option<(usize, usize)>> {
         contained(|| {
-            let groups = self.mirror.groups().len();
+            let groups = self.core.groups().len();
             if group >= groups {
                 return Err(ShapeError::new_err(format!("group {group} of {groups}")));
             }
@@ -648,7 +648,7 @@ impl Mirror {
             let ids = Ids::borrow(block_table)?;
             let lengths = Ints::borrow("num_blocks_per_row", num_blocks_per_row)?;
             let slots = slots.as_slice()?;
-            Ok(with_values!(lengths of &lengths => self.mirror.first_difference(slots, group, &ids.table(), lengths))?)
+            Ok(with_values!(lengths of &lengths => self.core.first_difference(slots, group, &ids.table(), lengths))?)
         })
     }
 }

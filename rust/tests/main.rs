@@ -1,0 +1,5 @@
+//! The core against oracles that execute, enumerate or recompute instead of reasoning about ranges.
+
+mod exhaustive;
+mod oracle;
+mod properties;
