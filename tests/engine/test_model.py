@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from ubatch_guard.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from ubatch_guard.engine.llm_engine import LLMEngine, load_model
 from ubatch_guard.engine.outputs import NewRequestData, SchedulerOutput
@@ -69,9 +70,7 @@ def hidden_states(runner: Runner, token_ids: list[int], chunk: int) -> torch.Ten
     num_blocks = -(-len(token_ids) // 16)
     groups = len(runner.kv_cache_config.kv_cache_groups)
     blocks = tuple(list(range(1 + g * num_blocks, 1 + (g + 1) * num_blocks)) for g in range(groups))
-    output = SchedulerOutput(
-        scheduled_new_reqs=[NewRequestData("a", token_ids, SamplingParams(), blocks, 0)]
-    )
+    output = SchedulerOutput(scheduled_new_reqs=[NewRequestData("a", token_ids, SamplingParams(), blocks, 0)])
     for start in range(0, len(token_ids), chunk):
         length = min(chunk, len(token_ids) - start)
         if start:
@@ -98,7 +97,11 @@ def test_logits_equal_transformers(checkpoint: Path, chunk: int) -> None:
 
 
 def test_generated_tokens_equal_transformers(checkpoint: Path) -> None:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, experts_implementation="eager").double().eval()
+    reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, experts_implementation="eager")
+        .double()
+        .eval()
+    )
     config = EngineConfig(model_config=read_config(checkpoint), cache_config=CacheConfig(block_size=4))
     engine = LLMEngine(config, Runner(config, load_model(config, checkpoint)))
     rng = np.random.default_rng(5)
@@ -138,7 +141,7 @@ def test_what_the_model_lacks_is_refused() -> None:
         {"hidden_act": "gelu"},
         {"attention_bias": True},
     ):
-        with pytest.raises(ValueError, match="supported|none of"):
+        with pytest.raises(ValueError, match=r"supported|none of"):
             ModelConfig.from_hugging_face(base | extra)
 
 

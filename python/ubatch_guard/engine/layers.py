@@ -93,10 +93,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
         """Padding comes out as the projection of zeros."""
-        num_tokens = len(hidden)
-        queries = rotate(self.q_norm(self.q_proj(hidden).view(num_tokens, -1, self.head_dim)), *rotary)
-        keys = rotate(self.k_norm(self.k_proj(hidden).view(num_tokens, -1, self.head_dim)), *rotary)
-        values = self.v_proj(hidden).view(num_tokens, -1, self.head_dim)
+        queries = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), *rotary)
+        keys = rotate(self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))), *rotary)
+        values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
 
         metadata = context.attention[self.layer]
         cache = context.kv_caches[self.layer]

@@ -43,9 +43,8 @@ def check_ubatch_thresholds(config: ParallelConfig, num_tokens: int, uniform_dec
     """Whether a step is large enough to be worth cutting."""
     if not config.use_ubatching:
         return False
-    if uniform_decode:
-        return num_tokens >= config.dbo_decode_token_threshold
-    return num_tokens >= config.dbo_prefill_token_threshold
+    threshold = config.dbo_decode_token_threshold if uniform_decode else config.dbo_prefill_token_threshold
+    return num_tokens >= max(threshold, config.num_ubatches)  # no microbatch is empty
 
 
 def is_last_ubatch_empty(num_tokens: int, num_tokens_padded: int, num_ubatches: int) -> bool:
