@@ -135,8 +135,8 @@ def test_preempted_requests_may_finish_or_come_back(tmp_path: Path) -> None:
                 HEADER,
                 _admit("a", "b", "c", "d"),
                 _admit(preempted=["a", "b", "c"]),
-                _admit(finished=["a"], resumed=[["b", 4, rows]], new=[["c", 0, rows]]),
-                _admit(finished=["d"], new=[["d", 0, rows]], batch=[["b", 4, 1], ["c", 0, 4], ["d", 0, 4]]),
+                _admit(finished=["a"], resumed=[["b", 3, rows]], new=[["c", 0, rows]]),
+                _admit(finished=["d"], new=[["d", 0, rows]], batch=[["b", 3, 1], ["c", 0, 4], ["d", 0, 4]]),
             ),
         )
     )
@@ -196,6 +196,8 @@ WRONG = {
     "block negative": ([HEADER, _admit(new=[["a", 0, [[1, -1], [1]]]])], 2, "-1 is not"),
     "block true": ([HEADER, _admit(new=[["a", 0, [[1, True], [1]]]])], 2, "True is not"),
     "block a string": ([HEADER, _admit(new=[["a", 0, [["1"], [1]]]])], 2, "'1' is not"),
+    "row too short": ([HEADER, _admit("a", batch=[["a", 0, 5]])], 2, "'a' in group 1 has 1 columns"),
+    "row too short later": ([HEADER, _admit("a"), _admit(batch=[["a", 4, 1]])], 3, "too few for 5 tokens"),
     "batch unknown": ([HEADER, _admit("a", batch=[["a", 0, 4], ["b", 0, 4]])], 2, "unknown id 'b'"),
     "batch twice": ([HEADER, _admit("a", batch=[["a", 0, 4], ["a", 0, 4]])], 2, "duplicate id 'a'"),
     "batch of pairs": ([HEADER, _admit("a", batch=[["a", 0]])], 2, "batch"),
@@ -226,7 +228,7 @@ def test_a_file_that_cannot_be_opened(name: str, tmp_path: Path) -> None:
 
 def _steps() -> bytes:
     computed = np.random.default_rng(0).integers(0, 10**9, 5000).tolist()
-    return _text(HEADER, _admit("a"), *[_admit(batch=[["a", count, 4]]) for count in computed])
+    return _text(HEADER, _admit("a"), *[_admit(batch=[["a", 0, 4]], comment=count) for count in computed])
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])

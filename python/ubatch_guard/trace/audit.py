@@ -248,15 +248,17 @@ def _eligible(record: StepRecord, options: AuditOptions) -> bool:
 def _answer(guard: _Guard, record: StepRecord, header: TraceHeader, policy: Policy) -> _Answer:
     """Ask the guard about every feasible cut and, where one is unsafe, for an order; only this is timed."""
     feasible = feasible_cuts(int(record.num_scheduled_tokens.sum()), header.num_ubatches)
-    phases = decodes_lead(record, header.decode_threshold)
     permutation = None
     began = time.perf_counter()
     unsafe = guard.unsafe_cuts(record, feasible)
-    if unsafe and policy is Policy.REORDER:
-        permutation = guard.order(record, phases)
     seconds = time.perf_counter() - began
-    if permutation is not None and not guard.is_safe(record, permutation):
-        permutation = None
+    if unsafe and policy is Policy.REORDER:
+        phases = decodes_lead(record, header.decode_threshold)
+        began = time.perf_counter()
+        permutation = guard.order(record, phases)
+        seconds += time.perf_counter() - began
+        if permutation is not None and not guard.is_safe(record, permutation):
+            permutation = None
     return _Answer(feasible, unsafe, permutation, seconds)
 
 

@@ -184,7 +184,8 @@ class TraceReader:
         self.line = 0
         """Number of the line read last, from 1."""
         self._partial = partial
-        self._live: set[str] = set()
+        # Columns of each live request's rows, per group.
+        self._columns: dict[str, list[int]] = {}
         self._preempted: set[str] = set()
         try:
             self._file = Path(path).open("rb")  # noqa: SIM115 - closed by close()
@@ -346,23 +347,23 @@ class TraceReader:
         return tuple(ids)
 
     def _leave(self, key: str, request_id: str) -> None:
-        if request_id not in self._live:
+        if self._columns.pop(request_id, None) is None:
             raise self._error(f"{key}: unknown id {_short(request_id)}")
-        self._live.discard(request_id)
 
     def _admission(self, entry: Any, key: str) -> Admission:
         if type(entry) is not list or len(entry) != 3 or type(entry[0]) is not str:
             raise self._error(f"{key}: {_short(entry)} is not [id, num_computed_tokens, rows]")
         request_id, computed, rows = entry
-        if key == "new" and request_id in self._live:
+        if key == "new" and request_id in self._columns:
             raise self._error(f"new: duplicate id {_short(request_id)}")
-        if key == "resumed" and request_id not in self._live and request_id not in self._preempted:
+        if key == "resumed" and request_id not in self._columns and request_id not in self._preempted:
             raise self._error(f"resumed: unknown id {_short(request_id)}")
         if not request_id.isascii():
             self._check_encodable(key, request_id)
-        self._live.add(request_id)
+        admission = Admission(request_id, self._check_int(key, computed, 0), self._rows(key, rows))
         self._preempted.discard(request_id)
-        return Admission(request_id, self._check_int(key, computed, 0), self._rows(key, request_id, rows))
+        self._columns[request_id] = [len(row) for row in admission.rows]
+        return admission
 
     def _check_encodable(self, key: str, request_id: str) -> None:
         """JSON can escape half a surrogate pair, which no output can show."""
@@ -375,17 +376,21 @@ class TraceReader:
         if type(entry) is not list or len(entry) != 2 or type(entry[0]) is not str:
             raise self._error(f"appended: {_short(entry)} is not [id, rows]")
         request_id, rows = entry
-        if request_id not in self._live:
+        if request_id not in self._columns:
             raise self._error(f"appended: unknown id {_short(request_id)}")
-        return Growth(request_id, self._rows("appended", request_id, rows))
+        growth = Growth(request_id, self._rows("appended", rows))
+        columns = self._columns[request_id]
+        for group, row in enumerate(growth.rows):
+            columns[group] += len(row)
+        return growth
 
-    def _rows(self, key: str, request_id: str, rows: Any) -> Rows:
-        where = f"{key}: rows of {_short(request_id)}"
+    def _rows(self, key: str, rows: Any) -> Rows:
         if type(rows) is not list or not set(map(type, rows)) <= {list}:
-            raise self._error(f"{where} are {_short(rows)}, not one list of block ids a group")
+            raise self._error(f"{key}: rows {_short(rows)} are not one list of block ids a group")
         if len(rows) != len(self.header.block_sizes):
-            raise self._error(f"{where}: {len(rows)} lists for {len(self.header.block_sizes)} groups")
-        return tuple(self._int32(where, ids, self.header.num_blocks - 1) for ids in rows)
+            raise self._error(f"{key}: {len(rows)} lists for {len(self.header.block_sizes)} groups")
+        last = self.header.num_blocks - 1
+        return tuple(self._int32(key, "block ids", ids, last) for ids in rows)
 
     def _batch(
         self, entries: list[Any]
@@ -399,27 +404,33 @@ class TraceReader:
         unique = set(request_ids)
         if len(unique) != len(request_ids):
             raise self._error(f"batch: duplicate id {_short(_first_duplicate(request_ids))}")
-        if not unique <= self._live:
-            unknown = next(request_id for request_id in request_ids if request_id not in self._live)
+        if not unique <= self._columns.keys():
+            unknown = next(request_id for request_id in request_ids if request_id not in self._columns)
             raise self._error(f"batch: unknown id {_short(unknown)}")
-        return (
-            request_ids,
-            self._int32("batch: num_computed_tokens", computed, _INT32_MAX),
-            self._int32("batch: num_scheduled_tokens", scheduled, _INT32_MAX),
-        )
+        num_computed = self._int32("batch", "num_computed_tokens", computed, _INT32_MAX)
+        num_scheduled = self._int32("batch", "num_scheduled_tokens", scheduled, _INT32_MAX)
+        self._check_rows(request_ids, num_computed.astype(np.int64) + num_scheduled)
+        return request_ids, num_computed, num_scheduled
 
-    def _int32(self, what: str, values: Sequence[Any], most: int) -> npt.NDArray[np.int32]:
+    def _check_rows(self, request_ids: tuple[str, ...], num_tokens: npt.NDArray[np.int64]) -> None:
+        """Check that every request's rows have a column for each of its tokens."""
+        columns = np.array([self._columns[request_id] for request_id in request_ids], dtype=np.int64)
+        block_sizes = np.array(self.header.block_sizes, dtype=np.int64)
+        room = columns.reshape(len(request_ids), len(block_sizes)) * block_sizes
+        short = room < num_tokens[:, None]
+        if short.any():
+            position, group = np.argwhere(short)[0].tolist()
+            raise self._error(
+                f"batch: the row of {_short(request_ids[position])} in group {group} has "
+                f"{columns[position, group]} columns, too few for {num_tokens[position]} tokens"
+            )
+
+    def _int32(self, key: str, what: str, values: Sequence[Any], most: int) -> npt.NDArray[np.int32]:
         # A trace is mostly such lists, so they are checked whole and not number by number.
-        if set(map(type, values)) <= {int}:
-            try:
-                array = np.array(values, dtype=np.int64)
-            except OverflowError:
-                pass
-            else:
-                if not len(array) or (array.min() >= 0 and array.max() <= most):
-                    return array.astype(np.int32)
-        wrong = next(value for value in values if type(value) is not int or not 0 <= value <= most)
-        raise self._error(f"{what}: {_short(wrong)} is not an integer in 0..{most}")
+        if not set(map(type, values)) <= {int} or (values and not (min(values) >= 0 and max(values) <= most)):
+            wrong = next(value for value in values if type(value) is not int or not 0 <= value <= most)
+            raise self._error(f"{key}: {what}: {_short(wrong)} is not an integer in 0..{most}")
+        return np.array(values, dtype=np.int32)
 
 
 class TraceWriter:

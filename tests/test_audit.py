@@ -1,0 +1,286 @@
+"""The audit against counts that an independent program made of traces of the real vLLM engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from ubatch_guard import reference
+from ubatch_guard._core import Checker, Mirror
+from ubatch_guard.step import Phase, Policy, UnsafeCuts
+from ubatch_guard.trace import Replay, StepRecord, TraceError, TraceHeader, TraceReader
+from ubatch_guard.trace.audit import AuditOptions, UnsafeStep, audit_trace, decodes_lead
+
+TRACES = Path(__file__).parent / "traces"
+
+
+def _expected() -> list[Any]:
+    """Trace, token thresholds and expected counts."""
+    cases = []
+    for folder, threshold in ((TRACES, {}), (TRACES / "micro", {"threshold": 0})):
+        for line in (folder / "expected.jsonl").read_text().splitlines():
+            counts = json.loads(line)
+            options = {
+                "prefill_token_threshold": threshold.get("threshold", 512),
+                "decode_token_threshold": threshold.get("threshold", 32),
+            }
+            cases.append(pytest.param(folder / counts["trace"], options, counts, id=counts["trace"]))
+    return cases
+
+
+every_trace = pytest.mark.parametrize(("path", "thresholds", "expected"), _expected())
+
+
+def test_every_trace_is_expected() -> None:
+    assert len(_expected()) == len(list(TRACES.rglob("*.jsonl.gz"))) == 21
+
+
+@every_trace
+@pytest.mark.parametrize("slow", [False, True], ids=["core", "reference"])
+def test_counts_are_the_expected_ones(
+    path: Path, thresholds: dict[str, int], expected: dict[str, Any], slow: bool
+) -> None:
+    audit = asdict(audit_trace(path, AuditOptions(Policy.REORDER, **thresholds, reference=slow)))
+    reorderable = expected.pop("reorderable")
+    assert {key: audit[key] for key in expected} == expected
+    expected["reorderable"] = reorderable
+    # Reordered, every step can be split.
+    assert (audit["kept"], audit["vetoed"]) == (expected["eligible"], 0)
+    assert audit["reordered"] == expected["hazardous_any_cut"] >= reorderable
+    assert 0 < audit["check_us_p50"] <= audit["check_us_p99"]
+
+
+@every_trace
+def test_veto_runs_unsafe_steps_whole(
+    path: Path, thresholds: dict[str, int], expected: dict[str, Any]
+) -> None:
+    audit = audit_trace(path, AuditOptions(Policy.VETO, **thresholds))
+    assert (audit.vetoed, audit.reordered) == (expected["hazardous_any_cut"], 0)
+    assert audit.kept + audit.vetoed == audit.eligible == expected["eligible"]
+
+
+def _cuts(found: list[Any]) -> tuple[UnsafeCuts, ...]:
+    return tuple(UnsafeCuts(*fields) for fields in found)
+
+
+class _Mirrored:
+    """A mirror fed with a trace."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self.mirror = Mirror(header.groups)
+
+    def apply(self, record: StepRecord) -> None:
+        for request_id in (*record.finished, *record.preempted):
+            if request_id in self.mirror:
+                self.mirror.free(request_id)
+        for entry in record.new:
+            self.mirror.add(entry.request_id, entry.rows)
+        for entry in record.resumed:
+            self.mirror.add(entry.request_id, entry.rows)
+        self.mirror.append_each(
+            [growth.request_id for growth in record.appended], [growth.rows for growth in record.appended]
+        )
+
+
+@every_trace
+def test_mirror_checker_and_reference_agree_on_every_step(
+    path: Path, thresholds: dict[str, int], expected: dict[str, Any]
+) -> None:
+    with TraceReader(path) as trace:
+        replay = Replay(trace.header)
+        mirrored = _Mirrored(trace.header)
+        checker = Checker(trace.header.groups)
+        steps = 0
+        for record in trace:
+            step = replay.step(record)
+            mirrored.apply(record)
+            slots = mirrored.mirror.slots(record.request_ids)
+            counts = (record.num_computed_tokens, record.num_scheduled_tokens)
+            stateless = _cuts(checker.unsafe_cuts(step.block_tables, *counts))
+            assert _cuts(mirrored.mirror.unsafe_cuts(slots, *counts)) == stateless
+            assert checker.is_safe(step.block_tables, *counts) is not bool(stateless)
+            assert mirrored.mirror.is_safe(slots, *counts) is not bool(stateless)
+            if steps % 7 == 0 or stateless:
+                assert reference.unsafe_cuts(step) == stateless
+            phases = decodes_lead(record, trace.header.decode_threshold)
+            order = checker.order(step.block_tables, *counts, phases)
+            assert mirrored.mirror.order(slots, *counts, phases) == order
+            assert order is not None
+            assert sorted(phases) == [phases[position] for position in order[0]]
+            if stateless:
+                assert reference.unsafe_cuts(step.permuted(order[0])) == ()
+            steps += 1
+        assert steps == expected["steps"]
+
+
+def test_the_oracle_agrees_on_the_micro_traces() -> None:
+    for path in sorted((TRACES / "micro").glob("*.jsonl.gz")):
+        with TraceReader(path) as trace:
+            replay = Replay(trace.header)
+            for record in trace:
+                step = replay.step(record)
+                cuts = {
+                    cut for found in reference.unsafe_cuts(step) for cut in range(found.first, found.last + 1)
+                }
+                assert cuts == oracle.unsafe_cuts(step), path.name
+
+
+def test_unsafe_steps_are_told_with_their_culprits() -> None:
+    path = TRACES / "micro" / "v-reader-first.jsonl.gz"
+    told: list[UnsafeStep] = []
+    audit_trace(path, AuditOptions(Policy.REORDER, 0, 0), on_unsafe=told.append)
+    (step,) = told
+    assert step.line == 2
+    assert step.request_ids == ("r", "w")
+    assert (step.feasible.first, step.feasible.last) == (48, 95)
+    # The reader's 16 tokens come first, then the writer's 80; block 4 holds its tokens 48 to 63.
+    assert step.unsafe == (UnsafeCuts(48, 79, reader=0, writer=1, group=0, block=4),)
+    assert step.permutation == (1, 0)
+
+
+def test_decodes_lead() -> None:
+    def record(**more: Any) -> StepRecord:
+        return StepRecord(
+            finished=(),
+            preempted=(),
+            new=(),
+            resumed=(),
+            appended=(),
+            request_ids=("a", "b", "c"),
+            num_computed_tokens=np.array([9, 9, 0], dtype=np.int32),
+            num_scheduled_tokens=np.array([1, 2, 1], dtype=np.int32),
+            vllm_allows=True,
+            **more,
+        )
+
+    assert decodes_lead(record(), None).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
+    assert decodes_lead(record(), 0).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
+    assert decodes_lead(record(), 2).tolist() == [Phase.DECODE, Phase.DECODE, Phase.PREFILL]
+
+
+def _trace(tmp_path: Path, *lines: dict[str, Any], **header: Any) -> Path:
+    first = {
+        "format": "ubatch-guard-steps",
+        "version": 1,
+        "block_sizes": [4],
+        "sliding_windows": [None],
+        "num_blocks": 10,
+        "decode_threshold": 1,
+        "num_ubatches": 2,
+        **header,
+    }
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    return path
+
+
+def _line(new: list[Any], batch: list[Any], **more: Any) -> dict[str, Any]:
+    return {
+        "finished": [],
+        "preempted": [],
+        "new": new,
+        "resumed": [],
+        "appended": [],
+        "batch": batch,
+        "vllm_allows": True,
+        **more,
+    }
+
+
+def _audit(path: Path, **options: Any) -> dict[str, Any]:
+    """The counts, which core and reference must agree on."""
+    answers = []
+    for slow in (False, True):
+        answer = asdict(audit_trace(path, AuditOptions(**options, reference=slow)))
+        del answer["check_us_p50"], answer["check_us_p99"]
+        answers.append(answer)
+    assert answers[0] == answers[1]
+    return answers[0]
+
+
+def test_thresholds(tmp_path: Path) -> None:
+    new = [["a", 0, [[1, 2]]], ["b", 0, [[3, 4]]]]
+    path = _trace(
+        tmp_path,
+        _line(new, [["a", 0, 4], ["b", 0, 3]]),
+        _line([], [["a", 4, 1], ["b", 3, 1]]),
+        _line([], [["a", 5, 1]]),
+    )
+    counts = {
+        (prefill, decode): _audit(path, prefill_token_threshold=prefill, decode_token_threshold=decode)[
+            "eligible"
+        ]
+        for prefill in (7, 8)
+        for decode in (2, 3)
+    }
+    assert counts == {(7, 2): 2, (7, 3): 1, (8, 2): 1, (8, 3): 0}
+
+
+def test_no_eligible_step_has_no_time(tmp_path: Path) -> None:
+    audit = audit_trace(_trace(tmp_path), AuditOptions())
+    assert (audit.steps, audit.eligible, audit.check_us_p50, audit.check_us_p99) == (0, 0, None, None)
+
+
+def test_three_microbatches_have_two_cuts(tmp_path: Path) -> None:
+    # Offsets 0..2 are a's, the reader's 3..5, the writer's 6..8: cuts 4..8 are unsafe, cut 3 is not.
+    new = [["a", 0, [[1]]], ["r", 3, [[2, 3]]], ["w", 0, [[2]]]]
+    line = _line(new, [["a", 0, 3], ["r", 3, 3], ["w", 0, 3]])
+    thresholds = {"prefill_token_threshold": 0, "decode_token_threshold": 0}
+    three = _audit(_trace(tmp_path, line, num_ubatches=3), **thresholds)
+    assert (three["hazardous"], three["hazardous_any_cut"]) == (1, 1)
+    new[1][1:] = [3, [[2, 3, 4]]]
+    line = _line(new, [["a", 0, 3], ["r", 3, 8], ["w", 0, 1]])
+    # The only cuts are 4 and 8 of 12; w's one token is offset 11.
+    assert _audit(_trace(tmp_path, line, num_ubatches=3), **thresholds)["hazardous"] == 1
+
+
+def test_hazard_away_from_the_cut_itself(tmp_path: Path) -> None:
+    # 12 tokens, cut at 6; unsafe are 10 and 11 only.
+    new = [["a", 0, [[1, 4, 5]]], ["r", 2, [[2]]], ["w", 0, [[2]]]]
+    line = _line(new, [["a", 0, 9], ["r", 2, 1], ["w", 0, 2]], vllm_allows=False)
+    thresholds = {"prefill_token_threshold": 0, "decode_token_threshold": 0}
+    audit = _audit(_trace(tmp_path, line), **thresholds)
+    assert (audit["hazardous"], audit["hazardous_any_cut"]) == (0, 1)
+    assert (audit["engine_vetoed"], audit["engine_missed"], audit["engine_needless"]) == (1, 0, 0)
+    assert (audit["kept"], audit["vetoed"], audit["reordered"]) == (1, 0, 1)
+
+
+def test_a_step_that_no_order_helps_is_vetoed(tmp_path: Path) -> None:
+    # Each reads what the other writes.
+    new = [["a", 4, [[1, 2]]], ["b", 4, [[2, 1]]]]
+    line = _line(new, [["a", 4, 4], ["b", 4, 4]])
+    audit = _audit(_trace(tmp_path, line), prefill_token_threshold=0)
+    assert (audit["hazardous"], audit["kept"], audit["vetoed"], audit["reordered"]) == (1, 0, 1, 0)
+
+
+def test_decodes_that_must_lead_forbid_an_order(tmp_path: Path) -> None:
+    # b is a decode in the second step, but reads the block that w writes.
+    first = _line([["b", 0, [[1, 2]]]], [["b", 0, 4]])
+    second = _line([["w", 0, [[1]]]], [["b", 4, 1], ["w", 0, 4]])
+    audit = _audit(_trace(tmp_path, first, second), prefill_token_threshold=0)
+    assert (audit["hazardous"], audit["kept"], audit["vetoed"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_row_too_short_is_said_with_its_line(tmp_path: Path, slow: bool) -> None:
+    new = [["a", 0, [[1]]], ["b", 0, [[2, 3]]]]
+    path = _trace(tmp_path, _line(new, [["a", 0, 4], ["b", 0, 4]]), _line([], [["a", 4, 1], ["b", 4, 4]]))
+    with pytest.raises(TraceError, match="column") as caught:
+        audit_trace(path, AuditOptions(prefill_token_threshold=0, reference=slow))
+    assert caught.value.line == 3
+
+
+def test_a_trace_that_breaks_off_counts_as_far_as_it_goes(tmp_path: Path) -> None:
+    source = TRACES / "grpo-t1.jsonl.gz"
+    path = tmp_path / "broken.jsonl.gz"
+    path.write_bytes(source.read_bytes()[:-5000])
+    with pytest.raises(TraceError, match="truncated") as caught:
+        audit_trace(path, AuditOptions())
+    audit = audit_trace(path, AuditOptions(partial=True))
+    assert 0 < audit.steps == caught.value.line - 2
