@@ -16,6 +16,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # V2's own kernels are Triton's; its interpreter runs them on a CPU. vLLM looks for a backend named "cpu".
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    import types as _types
+
+    import triton.backends
+
+    triton.backends.backends.setdefault("cpu", _types.SimpleNamespace(driver=_types.SimpleNamespace(is_active=lambda: True)))
 
 import dataclasses
 import gc
@@ -23,7 +31,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -34,6 +42,9 @@ from ubatch_guard.step import Policy
 
 BLOCK_SIZE = 32
 Prompt = list[int]
+
+if TYPE_CHECKING:
+    from workloads import Workload
 
 
 def save_tiny_model(folder: Path, *, sliding_window: int | None = None, seed: int = 0) -> Path:
@@ -149,7 +160,13 @@ class Engine:
         self.llm = vllm.LLM(str(model), **(settings | options))
         self.min_tokens = min_tokens
         self.runner = _find_runner(self.llm)
+        self.runner.parallel_config.dbo_prefill_token_threshold = min_tokens
+        self.runner.parallel_config.dbo_decode_token_threshold = min_tokens
         self.steps = Steps()
+        self.sequential_ubatch_runner: Any = None
+        """V2: what runs its microbatches."""
+        self.allowed: bool | None = None
+        """V2: the last vote that reached ``dispatch_cg_and_sync_dp``."""
         self._sequence = 0
         self._microbatch()
 
@@ -161,6 +178,7 @@ class Engine:
         self,
         *,
         dbo: bool,
+        num_ubatches: int = 2,
         policy: Policy | None = None,
         vllm_guard: bool = True,
         threshold: int | None = None,
@@ -170,15 +188,20 @@ class Engine:
 
         Args:
             dbo: Cut the steps that are allowed to be.
+            num_ubatches: Into how many microbatches.
             policy: Of the guard; None: off.
             vllm_guard: Leave vLLM's own guard in place.
             threshold: ``reorder_batch_threshold``, standing in for an attention backend that has one.
             settings: Further fields of `Settings`.
         """
         runner = self.runner
-        runner.parallel_config.enable_dbo = dbo
+        config = runner.parallel_config
+        config.enable_dbo = dbo and num_ubatches == 2
+        config.ubatch_size = num_ubatches if dbo and num_ubatches > 2 else 0
         runner.ubatch_guard_settings = Settings(policy=policy, log_interval=0.0, **settings)
-        if not self.v2:
+        if self.v2:
+            runner.ubatch_runner = self.sequential_ubatch_runner if dbo else None
+        else:
             runner.reorder_batch_threshold = threshold
             runner.__dict__.pop("_allow_microbatching", None)
             if not vllm_guard:
@@ -194,33 +217,24 @@ class Engine:
         for cache in self.runner.kv_caches:
             cache.zero_()
 
-    def run(
-        self, prompts: Sequence[Prompt], max_tokens: int = 4, arrivals: Sequence[int] | None = None
-    ) -> Run:
-        """Answer ``prompts`` greedily on an empty cache.
-
-        Args:
-            prompts: Token ids.
-            max_tokens: Tokens per answer.
-            arrivals: Engine step before which each prompt arrives, ascending; None: all at once.
-        """
+    def run(self, workload: Workload) -> Run:
+        """Answer a workload greedily on an empty cache."""
         import vllm
 
         self.forget()
         self.steps = Steps()
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False
-        )
         engine = self.llm.llm_engine
-        arrivals = arrivals or [0] * len(prompts)
         self._sequence += 1
-        names = [f"{self._sequence}-{place}" for place in range(len(prompts))]
-        waiting = list(zip(arrivals, names, prompts, strict=True))
+        names = [f"{self._sequence}-{place}" for place in range(len(workload.prompts))]
+        waiting = list(zip(workload.arrivals, names, workload.prompts, workload.max_tokens, strict=True))
         done: dict[str, Any] = {}
         step = 0
         while waiting or engine.has_unfinished_requests():
             while waiting and (waiting[0][0] <= step or not engine.has_unfinished_requests()):
-                _, name, prompt = waiting.pop(0)
+                _, name, prompt, max_tokens = waiting.pop(0)
+                params = vllm.SamplingParams(
+                    temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False
+                )
                 engine.add_request(name, {"prompt_token_ids": prompt}, params)
             for output in engine.step():
                 if output.finished:
@@ -316,4 +330,66 @@ def _microbatch_v1(engine: Engine) -> None:
 
 
 def _microbatch_v2(engine: Engine) -> None:
-    raise NotImplementedError
+    import vllm.v1.worker.gpu.model_runner as module
+    from vllm.forward_context import create_forward_context, override_forward_context
+    from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, merge_ubatch_outputs, slice_model_inputs
+
+    class SequentialUBatchRunner(UBatchRunner):
+        """vLLM's microbatches without streams and threads: one after the other."""
+
+        def __init__(self, runner: Any) -> None:
+            # What prepare() reads; the original makes CUDA streams on the way.
+            self.vllm_config = runner.vllm_config
+            self.parallel_config = runner.parallel_config
+            self.num_ubatches = 2
+            self.dcp_size, self.dcp_rank, self.cp_interleave = 1, 0, 1
+            self.device = runner.device
+            self.model_state = runner.model_state
+            self.attn_groups = runner.attn_groups
+            self.kv_cache_config = runner.kv_cache_config
+            rows = [runner.max_num_reqs] * self.num_ubatches
+            self.ubatch_query_start_loc = [torch.zeros(n + 1, dtype=torch.int32) for n in rows]
+            self.ubatch_seq_lens = [torch.zeros(n, dtype=torch.int32) for n in rows]
+            self.ubatch_dcp_local_seq_lens = [None] * self.num_ubatches
+
+        def _make_forward_contexts(
+            self, ubatch_slices: Any, attn_metadata: Any, slot_mappings_by_layer: Any, is_padding: Any
+        ) -> list[Any]:
+            # Without the data-parallel metadata, which one rank has not.
+            return [
+                create_forward_context(metadata, self.vllm_config, slot_mapping=slots, is_padding=padding)
+                for metadata, slots, padding in zip(
+                    attn_metadata, slot_mappings_by_layer, is_padding, strict=True
+                )
+            ]
+
+        def run(self, model: Any, model_inputs: dict[str, Any], ubatch_state: Any) -> Any:
+            outputs = []
+            for ubatch, context in zip(ubatch_state.slices, ubatch_state.forward_contexts, strict=True):
+                with override_forward_context(context):
+                    outputs.append(model(**slice_model_inputs(model_inputs, ubatch.token_slice)))
+            return merge_ubatch_outputs(outputs)
+
+    runner = engine.runner
+    dispatch = module.dispatch_cg_and_sync_dp
+    prepare_inputs = runner.prepare_inputs
+
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        batch_desc, sync = dispatch(*args, **kwargs)
+        engine.allowed = kwargs["allow_ubatching"]
+        _, num_reqs, num_tokens = args[:3]
+        if kwargs["allow_ubatching"] and num_reqs > 1 and num_tokens >= engine.min_tokens:
+            batch_desc = dataclasses.replace(batch_desc, num_ubatches=2)
+            engine.steps.split += 1
+        return batch_desc, sync
+
+    def note_inputs(*args: Any, **kwargs: Any) -> Any:
+        input_batch = prepare_inputs(*args, **kwargs)
+        engine._note_step(input_batch.req_ids, input_batch.num_tokens)
+        return input_batch
+
+    module.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp
+    runner.prepare_inputs = note_inputs
+    engine.sequential_ubatch_runner = SequentialUBatchRunner(runner)
+    for group in (group for groups in runner.attn_groups for group in groups):
+        group.metadata_builders *= 2

