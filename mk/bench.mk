@@ -1,4 +1,12 @@
-.PHONY: bench
+.PHONY: bench asv-check dashboard
 
 bench: build  ## Time the guard against vLLM's own rule on this machine
 	$(BIN)/ubatch-guard bench --all
+
+ASV := $(CURDIR)/$(BIN)/asv
+
+asv-check: build  ## Import every benchmark and see that asv can run it
+	cd benches && $(ASV) check -E existing:$(CURDIR)/$(BIN)/python
+
+dashboard: build  ## Benchmark the last commits and make a site of graphs, benches/.asv/html
+	$(BIN)/python scripts/dashboard.py

@@ -162,9 +162,14 @@ class Subjects:
         rows = self.step.block_tables[0][readers, : case.context // case.block]
         return functools.partial(_read_floor, np.asarray(rows, dtype=np.int32))
 
-    def check(self) -> None:
-        """Compare every answer with the reference; raises AssertionError where one is wrong."""
-        safe = not reference.unsafe_cuts(self.step, self.cuts)
+    def check(self, safe: bool | None = None) -> None:
+        """Compare every answer with the reference's, ``safe`` if it is known.
+
+        Raises:
+            AssertionError: One is wrong.
+        """
+        if safe is None:
+            safe = not reference.unsafe_cuts(self.step, self.cuts)
         answers = {"mirror": self.mirrored(), "stateless": self.stateless()}
         if self.step.num_settled_tokens is None or safe:
             # In the cases here nothing is shared, so that what is settled does not change the answer.

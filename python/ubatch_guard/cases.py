@@ -90,12 +90,6 @@ REQUESTS = (8, 64, 512, 4096)
 """Batch sizes over which cost is followed."""
 
 
-def by_name(name: str) -> Case:
-    """The case of that name, ``-shuffled`` or not."""
-    case = next(case for case in CASES if case.name == name.removesuffix(SHUFFLED))
-    return case.shuffle() if name.endswith(SHUFFLED) else case
-
-
 def of_context(context: int) -> Case:
     """A mixed step of 26 requests that runs and writes the same whatever the context."""
     return Case(f"context-{context}", decodes=16, readers=8, context=context, writers=2, tokens=2048)
@@ -105,6 +99,35 @@ def of_requests(num_reqs: int) -> Case:
     """A mixed step of that many requests: a writer and a reader to six decodes."""
     part = num_reqs // 8
     return Case(f"requests-{num_reqs}", 6 * part, part, context=8192, writers=part, tokens=512)
+
+
+def by_name(name: str) -> Case:
+    """The case of that name: one of the five, ``-shuffled`` or not, ``context-1024``, ``requests-8``."""
+    kind, _, number = name.partition("-")
+    if kind in ("context", "requests"):
+        return (of_context if kind == "context" else of_requests)(int(number))
+    case = {case.name: case for case in CASES}[name.removesuffix(SHUFFLED)]
+    return case.shuffle() if name.endswith(SHUFFLED) else case
+
+
+def burst(prompts: int, copies: int = 8) -> Step:
+    """The hazard itself: each of some prompts of 730 tokens arrives ``copies`` times in one step.
+
+    The first of each computes its 730 tokens; the others hit its 45 whole blocks and run the last 10 tokens.
+    The batch has the readers first, as an engine does that puts what is longest last.
+    """
+    group = KVCacheGroup(16, num_blocks=1 + prompts * (46 + copies - 1))
+    own = np.arange(1, group.num_blocks, dtype=np.int32).reshape(prompts, -1)
+    writers = own[:, :46]
+    readers = np.repeat(writers, copies - 1, axis=0)
+    readers[:, 45] = own[:, 46:].reshape(-1)
+    kinds = [prompts * (copies - 1), prompts]
+    return Step(
+        num_computed_tokens=np.repeat([720, 0], kinds).astype(np.int32),
+        num_scheduled_tokens=np.repeat([10, 730], kinds).astype(np.int32),
+        block_tables=(np.concatenate([readers, writers]),),
+        groups=(group,),
+    )
 
 
 def cuts_of(step: Step) -> CutRange:

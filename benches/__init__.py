@@ -1,0 +1,1 @@
+"""Benchmarks for asv: what the guard costs, commit by commit."""

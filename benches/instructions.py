@@ -1,0 +1,60 @@
+"""Count the instructions of a check under valgrind: a figure that no noise touches.
+
+Run as a program under callgrind, this asks each step once to warm up and once to count; callgrind counts only
+what runs within ``is_safe`` and writes its count away whenever ``Mirror.nbytes`` is read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ubatch_guard.bench import Subjects
+from ubatch_guard.cases import by_name
+
+SUBJECTS = ("mirror", "stateless")
+
+_CALLGRIND = (
+    "--tool=callgrind",
+    "--toggle-collect=*__pymethod_is_safe__*",
+    "--dump-before=*__pymethod_get_nbytes__*",
+)
+
+
+def missing() -> str | None:
+    """Why nothing can be counted here, or None."""
+    return None if shutil.which("valgrind") else "valgrind is not installed (Debian: apt install valgrind)"
+
+
+def count(names: Sequence[str]) -> dict[tuple[str, str], int]:
+    """Instructions of one question, by case name and subject."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        program = (sys.executable, __file__, *names)
+        command = ("valgrind", *_CALLGRIND, f"--callgrind-out-file={out}", *program)
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        counts = []
+        for index in range(1, 2 * len(names) * len(SUBJECTS) + 1):
+            totals = re.search(r"^totals: (\d+)$", Path(f"{out}.{index}").read_text(), re.MULTILINE)
+            counts.append(int(totals[1]) if totals else 0)
+    keys = [(name, subject) for name in names for subject in SUBJECTS]
+    # Every other one is the first call, which takes its scratch from the heap.
+    return dict(zip(keys, counts[1::2], strict=True))
+
+
+def _program(names: Sequence[str]) -> None:
+    for name in names:
+        subjects = Subjects(by_name(name).step())
+        for ask in (subjects.mirrored, subjects.stateless):
+            for _ in ("warm up", "count"):
+                ask()
+                _ = subjects.mirror.nbytes
+
+
+if __name__ == "__main__":
+    _program(sys.argv[1:])
