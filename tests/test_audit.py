@@ -137,11 +137,12 @@ def test_unsafe_steps_are_told_with_their_culprits() -> None:
     audit_trace(path, AuditOptions(Policy.REORDER, 0, 0), on_unsafe=told.append)
     (step,) = told
     assert step.line == 2
-    assert step.request_ids == ("r", "w")
+    assert step.record.request_ids == ("r", "w")
     assert (step.feasible.first, step.feasible.last) == (48, 95)
     # The reader's 16 tokens come first, then the writer's 80; block 4 holds its tokens 48 to 63.
-    assert step.unsafe == (UnsafeCuts(48, 79, reader=0, writer=1, group=0, block=4),)
-    assert step.permutation == (1, 0)
+    assert step.verdict.unsafe == (UnsafeCuts(48, 79, reader=0, writer=1, group=0, block=4),)
+    assert step.verdict.order is not None
+    assert step.verdict.order.permutation == (1, 0)
 
 
 def test_decodes_lead() -> None:

@@ -135,7 +135,7 @@ def test_explain_names_the_culprits() -> None:
         f"{path}:2: cuts 48..79 of 48..95 unsafe: 'r' (position 0) reads block 4 of group 0, "
         "which 'w' (position 1) writes"
     )
-    assert lines[1] == f"{path}:2: reordered, 2 requests moved"
+    assert lines[1] == f"{path}:2: reordered, 2 of 2 requests moved"
     assert f"{path}:2: vetoed" in _run("audit", "--explain", "--policy", "veto", *zero, path).stdout
     (line,) = _json(_run("audit", "--explain", "--json", *zero, path))
     assert line["unsafe_steps"] == [

@@ -13,8 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ubatch_guard import reference
-from ubatch_guard._core import GuardError, Mirror
-from ubatch_guard.step import CutRange, Phase, Policy, Step, UnsafeCuts, feasible_cuts
+from ubatch_guard._core import GuardError
+from ubatch_guard.guard import ALL_CUTS, Guard
+from ubatch_guard.step import (
+    CutRange,
+    MirroredStep,
+    Order,
+    OrderConstraint,
+    Phase,
+    Policy,
+    Reason,
+    Step,
+    Verdict,
+    feasible_cuts,
+)
 from ubatch_guard.trace.format import StepRecord, TraceError, TraceHeader, TraceReader
 from ubatch_guard.trace.replay import Replay
 
@@ -47,21 +59,24 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class UnsafeStep:
-    """A step with an unsafe feasible cut, and what became of it.
+    """A step with an unsafe feasible cut.
 
     Attributes:
         line: Line of the trace.
-        request_ids: The batch, in order.
-        feasible: The cuts that were asked about.
-        unsafe: The unsafe ones of them.
-        permutation: Batch order without any unsafe cut, as positions of the present one, or None: vetoed.
+        record: The step.
+        num_ubatches: Microbatches it was to be split into.
+        verdict: What the guard says; its unsafe cuts are the feasible ones.
     """
 
     line: int
-    request_ids: tuple[str, ...]
-    feasible: CutRange
-    unsafe: tuple[UnsafeCuts, ...]
-    permutation: tuple[int, ...] | None
+    record: StepRecord
+    num_ubatches: int
+    verdict: Verdict
+
+    @property
+    def feasible(self) -> CutRange:
+        """The cuts that were asked about."""
+        return feasible_cuts(int(self.record.num_scheduled_tokens.sum()), self.num_ubatches)
 
 
 @dataclass(slots=True)
@@ -124,24 +139,19 @@ def audit_trace(
     audit = TraceAudit(trace=Path(path).name)
     seconds = array("d")
     with TraceReader(path, partial=options.partial) as reader:
-        guard: _Guard = (_ReferenceGuard if options.reference else _MirrorGuard)(reader.header)
+        header = reader.header
+        decider: _Decider = (_ReferenceDecider if options.reference else _CoreDecider)(header, options.policy)
         for record in reader:
             try:
-                guard.update(record)
+                decider.update(record)
                 if _eligible(record, options):
-                    answer = _answer(guard, record, reader.header, options.policy)
-                    seconds.append(answer.seconds)
-                    _count(audit, record, reader.header, answer)
-                    if answer.unsafe and on_unsafe is not None:
-                        on_unsafe(
-                            UnsafeStep(
-                                line=reader.line,
-                                request_ids=record.request_ids,
-                                feasible=answer.feasible,
-                                unsafe=answer.unsafe,
-                                permutation=answer.permutation,
-                            )
-                        )
+                    verdict, took = decider.decide(record)
+                    seconds.append(took)
+                    if verdict.order is not None and not decider.is_safe(record, verdict.order):
+                        verdict = Verdict(False, Reason.NO_ORDER, verdict.unsafe)
+                    _count(audit, record, header, verdict)
+                    if verdict.unsafe and on_unsafe is not None:
+                        on_unsafe(UnsafeStep(reader.line, record, header.num_ubatches, verdict))
             except GuardError as error:
                 raise TraceError(reader.path, reader.line, str(error)) from error
             audit.steps += 1
@@ -153,86 +163,91 @@ def audit_trace(
     return audit
 
 
-class _Guard(Protocol):
-    """What decides: the mirror or the reference."""
+class _Decider(Protocol):
+    """What decides about the steps of a trace."""
 
     def update(self, record: StepRecord) -> None:
         """Take over what became of the rows before a step."""
 
-    def unsafe_cuts(self, record: StepRecord, cuts: CutRange) -> tuple[UnsafeCuts, ...]:
-        """The unsafe cuts of the step among ``cuts``."""
+    def decide(self, record: StepRecord) -> tuple[Verdict, float]:
+        """The verdict on every feasible cut of the step, and the seconds it took."""
 
-    def order(self, record: StepRecord, phases: npt.NDArray[np.int8]) -> tuple[int, ...] | None:
-        """An order without unsafe cuts."""
-
-    def is_safe(self, record: StepRecord, permutation: tuple[int, ...]) -> bool:
+    def is_safe(self, record: StepRecord, order: Order) -> bool:
         """Whether the step has no unsafe cut at all in another order."""
 
 
-class _MirrorGuard:
-    """The Rust core, one look per written block."""
+class _CoreDecider:
+    """The guard as an engine has it, on a mirror of the block tables."""
 
-    def __init__(self, header: TraceHeader) -> None:
-        self._mirror = Mirror(header.groups)
+    def __init__(self, header: TraceHeader, policy: Policy) -> None:
+        self._guard = Guard(header.groups, policy, header.num_ubatches)
+        self._decode_threshold = header.decode_threshold
 
     def update(self, record: StepRecord) -> None:
-        mirror = self._mirror
+        mirror = self._guard.mirror
         for request_id in (*record.finished, *record.preempted):
             # One that finishes while it is preempted has no row any more.
             if request_id in mirror:
                 mirror.free(request_id)
         for entry in (*record.new, *record.resumed):
             (mirror.replace if entry.request_id in mirror else mirror.add)(entry.request_id, entry.rows)
-        for growth in record.appended:
-            mirror.append(growth.request_id, growth.rows)
-
-    def unsafe_cuts(self, record: StepRecord, cuts: CutRange) -> tuple[UnsafeCuts, ...]:
-        slots = self._mirror.slots(record.request_ids)
-        found = self._mirror.unsafe_cuts(
-            slots, record.num_computed_tokens, record.num_scheduled_tokens, cuts.first, cuts.last
-        )
-        return tuple(UnsafeCuts(*fields) for fields in found)
-
-    def order(self, record: StepRecord, phases: npt.NDArray[np.int8]) -> tuple[int, ...] | None:
-        slots = self._mirror.slots(record.request_ids)
-        found = self._mirror.order(slots, record.num_computed_tokens, record.num_scheduled_tokens, phases)
-        return None if found is None else tuple(found[0])
-
-    def is_safe(self, record: StepRecord, permutation: tuple[int, ...]) -> bool:
-        index = np.array(permutation)
-        return self._mirror.is_safe(
-            self._mirror.slots(record.request_ids)[index],
-            record.num_computed_tokens[index],
-            record.num_scheduled_tokens[index],
+        mirror.append_each(
+            [growth.request_id for growth in record.appended], [growth.rows for growth in record.appended]
         )
 
+    def decide(self, record: StepRecord) -> tuple[Verdict, float]:
+        phases = decodes_lead(record, self._decode_threshold)
+        began = time.perf_counter()
+        verdict = self._guard.decide(
+            self._step(record), phases=phases, constraint=OrderConstraint.DECODES_LEAD
+        )
+        return verdict, time.perf_counter() - began
 
-class _ReferenceGuard:
-    """The slow reference, on block tables of the step."""
+    def is_safe(self, record: StepRecord, order: Order) -> bool:
+        index = np.array(order.permutation)
+        step = self._step(record)
+        reordered = MirroredStep(
+            step.slots[index], step.num_computed_tokens[index], step.num_scheduled_tokens[index]
+        )
+        return self._guard.is_safe(reordered, ALL_CUTS)
 
-    def __init__(self, header: TraceHeader) -> None:
+    def _step(self, record: StepRecord) -> MirroredStep:
+        return MirroredStep(
+            self._guard.mirror.slots(record.request_ids),
+            record.num_computed_tokens,
+            record.num_scheduled_tokens,
+        )
+
+
+class _ReferenceDecider:
+    """The slow reference, on block tables of each step."""
+
+    def __init__(self, header: TraceHeader, policy: Policy) -> None:
+        self._header = header
+        self._policy = policy
         self._replay = Replay(header)
         self._step: Step
 
     def update(self, record: StepRecord) -> None:
         self._step = self._replay.step(record)
 
-    def unsafe_cuts(self, record: StepRecord, cuts: CutRange) -> tuple[UnsafeCuts, ...]:
-        return reference.unsafe_cuts(self._step, cuts)
+    def decide(self, record: StepRecord) -> tuple[Verdict, float]:
+        phases = decodes_lead(record, self._header.decode_threshold)
+        began = time.perf_counter()
+        feasible = feasible_cuts(self._step.num_tokens, self._header.num_ubatches)
+        unsafe = reference.unsafe_cuts(self._step, feasible)
+        permutation = None
+        if unsafe and self._policy is Policy.REORDER:
+            permutation = reference.order(self._step, phases.tolist())
+        seconds = time.perf_counter() - began
+        if not unsafe:
+            return Verdict(True, Reason.SAFE), seconds
+        if permutation is None:
+            return Verdict(False, Reason.UNSAFE, unsafe), seconds
+        return Verdict(True, Reason.REORDERED, unsafe, Order(permutation, ())), seconds
 
-    def order(self, record: StepRecord, phases: npt.NDArray[np.int8]) -> tuple[int, ...] | None:
-        return reference.order(self._step, phases.tolist())
-
-    def is_safe(self, record: StepRecord, permutation: tuple[int, ...]) -> bool:
-        return not reference.unsafe_cuts(self._step.permuted(permutation))
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    feasible: CutRange
-    unsafe: tuple[UnsafeCuts, ...]
-    permutation: tuple[int, ...] | None
-    seconds: float
+    def is_safe(self, record: StepRecord, order: Order) -> bool:
+        return not reference.unsafe_cuts(self._step.permuted(order.permutation))
 
 
 def _eligible(record: StepRecord, options: AuditOptions) -> bool:
@@ -245,23 +260,6 @@ def _eligible(record: StepRecord, options: AuditOptions) -> bool:
     return int(scheduled.sum()) >= threshold
 
 
-def _answer(guard: _Guard, record: StepRecord, header: TraceHeader, policy: Policy) -> _Answer:
-    """Ask the guard about every feasible cut and, where one is unsafe, for an order; only this is timed."""
-    feasible = feasible_cuts(int(record.num_scheduled_tokens.sum()), header.num_ubatches)
-    permutation = None
-    began = time.perf_counter()
-    unsafe = guard.unsafe_cuts(record, feasible)
-    seconds = time.perf_counter() - began
-    if unsafe and policy is Policy.REORDER:
-        phases = decodes_lead(record, header.decode_threshold)
-        began = time.perf_counter()
-        permutation = guard.order(record, phases)
-        seconds += time.perf_counter() - began
-        if permutation is not None and not guard.is_safe(record, permutation):
-            permutation = None
-    return _Answer(feasible, unsafe, permutation, seconds)
-
-
 def decodes_lead(record: StepRecord, decode_threshold: int | None) -> npt.NDArray[np.int8]:
     """The phases of a batch whose decodes must lead, as vLLM's ``split_decodes_and_prefills`` wants it.
 
@@ -271,33 +269,29 @@ def decodes_lead(record: StepRecord, decode_threshold: int | None) -> npt.NDArra
     Returns:
         int8, shape ``[num_reqs]``: ``Phase.DECODE`` or ``Phase.PREFILL``.
     """
+    short = record.num_scheduled_tokens <= max(decode_threshold or 0, 1)
+    phases = np.where(short & (record.num_computed_tokens > 0), Phase.DECODE, Phase.PREFILL).astype(np.int8)
     admitted = {entry.request_id for entry in (*record.new, *record.resumed)}
-    known = np.array([request_id not in admitted for request_id in record.request_ids], dtype=np.bool_)
-    decodes = (
-        known
-        & (record.num_computed_tokens > 0)
-        & (record.num_scheduled_tokens <= max(decode_threshold or 0, 1))
-    )
-    return np.where(decodes, Phase.DECODE, Phase.PREFILL).astype(np.int8)
+    if admitted:
+        phases[[request_id in admitted for request_id in record.request_ids]] = Phase.PREFILL
+    return phases
 
 
-def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, answer: _Answer) -> None:
+def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, verdict: Verdict) -> None:
     cut = int(record.num_scheduled_tokens.sum()) // header.num_ubatches
     hazardous = any(
-        index * cut in unsafe for index in range(1, header.num_ubatches) for unsafe in answer.unsafe
+        index * cut in unsafe for index in range(1, header.num_ubatches) for unsafe in verdict.unsafe
     )
     prefill = bool(record.num_scheduled_tokens.max() >= PREFILL_TOKENS)
     refused = not record.vllm_allows
-    reordered = answer.permutation is not None
-    kept = reordered or not answer.unsafe
     audit.eligible += 1
     audit.hazardous += hazardous
-    audit.hazardous_any_cut += bool(answer.unsafe)
+    audit.hazardous_any_cut += bool(verdict.unsafe)
     audit.engine_vetoed += refused
     audit.engine_missed += hazardous and not refused
-    audit.engine_needless += refused and not answer.unsafe
+    audit.engine_needless += refused and not verdict.unsafe
     audit.prefill_eligible += prefill
     audit.prefill_engine_vetoed += prefill and refused
-    audit.kept += kept
-    audit.vetoed += not kept
-    audit.reordered += reordered
+    audit.kept += verdict.allow
+    audit.vetoed += not verdict.allow
+    audit.reordered += verdict.reason is Reason.REORDERED

@@ -135,20 +135,23 @@ def _token_count(text: str) -> int:
 def _explanation(path: str, step: UnsafeStep) -> Iterator[str]:
     """The culprits of an unsafe step, and what becomes of it, a line each."""
     where = f"{path}:{step.line}:"
-    for cuts in step.unsafe:
+    ids = step.record.request_ids
+    for cuts in step.verdict.unsafe:
         yield (
             f"{where} cuts {cuts.first}..{cuts.last} of {step.feasible.first}..{step.feasible.last} unsafe: "
-            f"{step.request_ids[cuts.reader]!r} (position {cuts.reader}) reads block {cuts.block} of group "
-            f"{cuts.group}, which {step.request_ids[cuts.writer]!r} (position {cuts.writer}) writes"
+            f"{ids[cuts.reader]!r} (position {cuts.reader}) reads block {cuts.block} of group {cuts.group}, "
+            f"which {ids[cuts.writer]!r} (position {cuts.writer}) writes"
         )
-    if step.permutation is None:
+    if step.verdict.order is None:
         yield f"{where} vetoed"
     else:
-        moved = sum(i != position for i, position in enumerate(step.permutation))
-        yield f"{where} reordered, {moved} requests moved"
+        moved = sum(i != position for i, position in enumerate(step.verdict.order.permutation))
+        yield f"{where} reordered, {moved} of {len(ids)} requests moved"
 
 
 def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
+    ids = step.record.request_ids
+    order = step.verdict.order
     return {
         "line": step.line,
         "feasible_cuts": [step.feasible.first, step.feasible.last],
@@ -156,16 +159,14 @@ def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
             {
                 "first": cuts.first,
                 "last": cuts.last,
-                "reader": step.request_ids[cuts.reader],
-                "writer": step.request_ids[cuts.writer],
+                "reader": ids[cuts.reader],
+                "writer": ids[cuts.writer],
                 "group": cuts.group,
                 "block": cuts.block,
             }
-            for cuts in step.unsafe
+            for cuts in step.verdict.unsafe
         ],
-        "order": None
-        if step.permutation is None
-        else [step.request_ids[position] for position in step.permutation],
+        "order": None if order is None else [ids[position] for position in order.permutation],
     }
 
 
