@@ -27,6 +27,7 @@ class EngineStats:
 
     Attributes:
         steps: Steps that ran tokens on some rank.
+        idle_steps: Of those, without tokens on this rank.
         eligible: Of those, large enough to be cut.
         split: Cut.
         unwritten_reads: KV slots read before they were written, over all layers.
@@ -35,6 +36,7 @@ class EngineStats:
     """
 
     steps: int = 0
+    idle_steps: int = 0
     eligible: int = 0
     split: int = 0
     unwritten_reads: int = 0
@@ -46,6 +48,7 @@ class EngineStats:
         if report.unwritten_reads and self.first_unsafe is None:
             self.first_unsafe = (self.steps, report.unwritten_reads)
         self.steps += 1
+        self.idle_steps += not report.num_tokens
         self.eligible += report.eligible
         self.split += bool(report.cuts)
         self.unwritten_reads += len(report.unwritten_reads)

@@ -54,12 +54,14 @@ class StepReport:
 
     Attributes:
         num_tokens: Scheduled tokens of this rank.
+        num_tokens_padded: The same on every rank.
         eligible: The step was large enough to be cut.
         cuts: Where it was cut, in tokens; empty: it was run whole.
         unwritten_reads: What the sanitizer saw, if there is one.
     """
 
     num_tokens: int
+    num_tokens_padded: int
     eligible: bool
     cuts: tuple[int, ...]
     unwritten_reads: tuple[UnwrittenRead, ...] = ()
@@ -79,7 +81,7 @@ class Runner:
         scheduler = config.scheduler_config
         self.input_batch = InputBatch(self.kv_cache_config, scheduler.max_num_seqs, scheduler.max_model_len)
         self.requests: dict[str, CachedRequestState] = {}
-        self.last_step = StepReport(0, False, ())
+        self.last_step = StepReport(0, 0, False, ())
         self._sampler = Sampler()
         self._streams = make_streams(self.device)
         self._kv_caches = self._allocate_kv_caches()
@@ -120,6 +122,7 @@ class Runner:
         sampled = self._sample(hidden, num_scheduled_tokens)
         self.last_step = StepReport(
             scheduler_output.total_num_scheduled_tokens,
+            execution.batch_descriptor.num_tokens,
             execution.eligible,
             tuple(ubatch.token_slice.start for ubatch in (ubatch_slices or ())[1:]),
             tuple(self._sanitizer.end_step()) if self._sanitizer else (),

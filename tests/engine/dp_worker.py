@@ -1,0 +1,61 @@
+"""One rank of a data-parallel run, for test_parallel.py; torchrun starts several.
+
+Usage: dp_worker.py FOLDER RULES [die|hang STEP]
+
+Writes the tokens and the counts of this rank under each of the RULES to FOLDER/rank-N.json. With the last
+arguments the last rank meets its end in that step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ubatch_guard.engine.guarded import make_runner
+from ubatch_guard.engine.llm_engine import LLMEngine, load_model
+from ubatch_guard.engine.parallel import Ranks, init_ranks
+from ubatch_guard.engine.workloads import Workload
+
+sys.path.insert(0, str(Path(__file__).parent))
+from parallel_workload import parallel_workload
+
+
+def serve(ranks: Ranks, rule: str, end: str, end_step: int) -> dict[str, Any]:
+    config, requests = parallel_workload()
+    parallel = replace(config.parallel_config, data_parallel_size=ranks.size, data_parallel_rank=ranks.rank)
+    config = replace(config, parallel_config=parallel)
+    runner = make_runner(rule, config, load_model(config, None, ranks), ranks)
+    engine = LLMEngine(config, runner)
+    padded = []
+
+    def on_step(_: int) -> None:
+        padded.append(runner.last_step.num_tokens_padded)
+        if ranks.rank == ranks.size - 1 and engine.stats.steps == end_step:
+            if end == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+
+    engine.serve(Workload("test", requests).of_rank(ranks.rank, ranks.size).requests, on_step)
+    names = ("steps", "idle_steps", "eligible", "split", "unwritten_reads")
+    counts = {name: getattr(engine.stats, name) for name in names}
+    return {"outputs": engine.outputs, "num_tokens_padded": padded, **counts}
+
+
+def main(folder: Path, rules: list[str], end: str = "", end_step: int = -1) -> None:
+    torch.set_num_threads(1)
+    ranks = init_ranks(torch.device("cpu"), timeout_s=5.0)
+    reports = {rule: serve(ranks, rule, end, end_step) for rule in rules}
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(reports))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(","), *sys.argv[3:4], *map(int, sys.argv[4:5]))
