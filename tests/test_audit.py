@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -285,3 +287,61 @@ def test_a_trace_that_breaks_off_counts_as_far_as_it_goes(tmp_path: Path) -> Non
         audit_trace(path, AuditOptions())
     audit = audit_trace(path, AuditOptions(partial=True))
     assert 0 < audit.steps == caught.value.line - 2
+
+
+ODDITIES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**64,
+    1.5,
+    float("nan"),
+    "",
+    "0-a3d26084",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    [0],
+]
+
+
+def _nodes(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a JSON value: container and key."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    places = [(value, key) for key in keys]
+    return places + [place for key in keys for place in _nodes(value[key])]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_trace_is_audited_or_refused(seed: int, tmp_path: Path) -> None:
+    """Whatever stands in a trace, the answer is counts or a TraceError, and core and reference agree."""
+    random = Random(seed)
+    lines = gzip.decompress((TRACES / "grpo-ngram-t4.jsonl.gz").read_bytes()).splitlines()[:8]
+    path = tmp_path / "trace.jsonl"
+    errors: list[TraceError] = []
+    for _ in range(10):
+        values = [json.loads(line) for line in lines]
+        for _ in range(random.choice([1, 1, 2])):
+            container, key = random.choice(_nodes(random.choice(values)))
+            if random.random() < 0.2:
+                del container[key]
+            else:
+                container[key] = random.choice(ODDITIES)
+        text = "".join(json.dumps(value) + "\n" for value in values).encode()
+        if random.random() < 0.2:
+            place = random.randrange(len(text))
+            text = text[:place] + bytes([random.randrange(256)]) + text[place + 1 :]
+        path.write_bytes(text)
+        try:
+            _audit(path, prefill_token_threshold=0)
+        except TraceError as error:
+            errors.append(error)
+    assert errors
+    for error in errors:
+        assert error.path == str(path)
+        assert 0 < error.line <= len(lines)
+        assert "\n" not in error.reason
