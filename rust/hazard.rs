@@ -74,7 +74,7 @@ struct Written {
     /// Per block, index + 1 of its latest write; means something only for members of `blocks`. It is filled when a
     /// reader first hits the set, for a look at a random place per written block is what a safe step should not pay.
     latest: Vec<u32>,
-    indexed: usize,
+    indexed: u32,
     /// When the longest-used of the blocks came into use (mirror only).
     since: u32,
 }
@@ -105,12 +105,13 @@ impl Written {
         if self.latest.is_empty() {
             self.latest.resize(num_blocks as usize, 0);
         }
-        for (index, write) in (1_u32..).zip(&mut self.writes).skip(self.indexed) {
+        // A slice and no `skip`, which would walk past all that is indexed at every hit.
+        for write in &mut self.writes[self.indexed as usize..] {
+            self.indexed += 1;
             let latest = &mut self.latest[write.block as usize];
             write.previous = if write.previous == 0 { 0 } else { *latest };
-            *latest = index;
+            *latest = self.indexed;
         }
-        self.indexed = self.writes.len();
         let mut index = self.latest[block as usize];
         std::iter::from_fn(move || {
             let write = *self.writes.get(index.checked_sub(1)? as usize)?;
