@@ -104,9 +104,9 @@ def test_table_for_people() -> None:
     result = _run("audit", TRACES / "grpo-t1.jsonl.gz", TRACES / "fork-t1.jsonl.gz")
     assert (result.returncode, result.stderr) == (0, "")
     row = next(line for line in result.stdout.splitlines() if "grpo-t1" in line)
-    assert re.findall(r"\d+", row.partition("jsonl.gz")[2])[:6] == ["290", "164", "12", "12", "12", "0"]
-    total = next(line for line in result.stdout.splitlines() if re.match(r"\W*all\b", line))
-    assert re.findall(r"\d+", total)[:2] == ["433", "220"]
+    assert row.split()[:7] == ["grpo-t1", "290", "164", "12", "12", "12", "0"]
+    total = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["all"])
+    assert total.split()[1:4] == ["433", "220", "12"]
 
 
 def test_table_without_rich() -> None:
@@ -114,9 +114,9 @@ def test_table_without_rich() -> None:
     plain = _run(*arguments, prelude=_without("rich", "zstandard"))
     assert (plain.returncode, plain.stderr) == (0, "")
     lines = [line.split() for line in plain.stdout.splitlines()]
-    assert [line[:4] for line in lines[1:]] == [
-        ["grpo-t1.jsonl.gz", "290", "164", "12"],
-        ["fork-t1.jsonl.gz", "143", "56", "0"],
+    assert [line[:4] for line in lines[3:6]] == [
+        ["grpo-t1", "290", "164", "12"],
+        ["fork-t1", "143", "56", "0"],
         ["all", "433", "220", "12"],
     ]
 

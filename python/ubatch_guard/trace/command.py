@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from ubatch_guard.step import Policy
@@ -22,23 +22,27 @@ from ubatch_guard.trace.audit import (
 )
 from ubatch_guard.trace.format import TraceError, TraceReader
 
+# Two lines each, so that the table fits beside others.
 _HEADINGS = {
-    "trace": "trace",
-    "steps": "steps",
-    "eligible": "eligible",
-    "hazardous": "hazardous",
-    "hazardous_any_cut": "at any cut",
-    "engine_vetoed": "vLLM vetoed",
-    "engine_missed": "vLLM missed",
-    "engine_needless": "vLLM needless",
-    "prefill_eligible": "prefill",
-    "prefill_engine_vetoed": "prefill vetoed",
-    "kept": "kept",
-    "vetoed": "vetoed",
-    "reordered": "reordered",
-    "check_us_p50": "p50 us",
-    "check_us_p99": "p99 us",
+    "trace": ("", "trace"),
+    "steps": ("", "steps"),
+    "eligible": ("", "eligible"),
+    "hazardous": ("unsafe", "at cut"),
+    "hazardous_any_cut": ("unsafe", "any cut"),
+    "engine_vetoed": ("vLLM", "vetoed"),
+    "engine_missed": ("vLLM", "missed"),
+    "engine_needless": ("vLLM", "needless"),
+    "kept": ("run", "split"),
+    "vetoed": ("run", "whole"),
+    "reordered": ("re-", "ordered"),
+    "check_us_p50": ("us", "p50"),
+    "check_us_p99": ("us", "p99"),
 }
+_LEGEND = (
+    "eligible: large enough to be split. unsafe: at vLLM's own cut, or at any that padding can move it to.",
+    "vLLM: refused by its own guard, unsafe at the cut but let through, refused though safe at any cut.",
+    "run: what this guard makes of the eligible steps, some of them reordered. us: time of its answer.",
+)
 _PROGRESS_STEPS = 16
 
 
@@ -198,38 +202,48 @@ def _progress(path: str) -> Iterator[Callable[[TraceReader], None] | None]:
 
 
 def _print_table(audits: Sequence[TraceAudit], policy: Policy) -> None:
-    keys = [field.name for field in fields(TraceAudit)]
-    headings = [_HEADINGS[key] for key in keys]
-    rows = [[_cell(getattr(audit, key)) for key in keys] for audit in audits]
+    rows = [[_cell(key, getattr(audit, key)) for key in _HEADINGS] for audit in audits]
     if len(audits) > 1:
-        counts = [key for key in keys if isinstance(getattr(audits[0], key), int)]
-        sums = [str(sum(getattr(audit, key) for audit in audits)) for key in counts]
-        rows.append(["all", *sums, *[""] * (len(keys) - 1 - len(sums))])
+        counts = [key for key in _HEADINGS if isinstance(getattr(audits[0], key), int)]
+        sums = {key: str(sum(getattr(audit, key) for audit in audits)) for key in counts}
+        rows.append([{"trace": "all", **sums}.get(key, "") for key in _HEADINGS])
+    title = f"Steps that microbatching would split, policy {policy.value}"
     try:
+        from rich.box import SIMPLE
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
-        _print_plain(headings, rows)
+        _print_plain(title, rows)
         return
-    table = Table(title=f"Steps that microbatching would cut, policy {policy.value}")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "trace" else "right", overflow="fold")
+    table = Table(
+        title=title, box=SIMPLE, padding=(0, 1, 0, 0), caption="\n".join(_LEGEND), caption_justify="left"
+    )
+    for key, lines in _HEADINGS.items():
+        table.add_column("\n".join(lines), justify="left" if key == "trace" else "right", no_wrap=True)
     for row in rows:
         if row is rows[-1] and len(audits) > 1:
             table.add_section()
         table.add_row(*row)
-    Console().print(table)
+    # As wide as it is: a terminal that is narrower breaks its lines, which folded columns would not survive.
+    console = Console(width=1000)
+    console.width = console.measure(table).maximum
+    console.print(table)
 
 
-def _print_plain(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_plain(title: str, rows: Sequence[Sequence[str]]) -> None:
     """The table without rich: columns parted by two spaces, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for row in (headings, *rows):
+    headings = list(zip(*_HEADINGS.values(), strict=True))
+    widths = [max(map(len, column)) for column in zip(*headings, *rows, strict=True)]
+    print(title)
+    for row in (*headings, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join([row[0].ljust(widths[0]), *cells]))
+    print(*_LEGEND, sep="\n")
 
 
-def _cell(value: object) -> str:
+def _cell(key: str, value: object) -> str:
+    if key == "trace":
+        return str(value).removesuffix(".gz").removesuffix(".zst").removesuffix(".jsonl")
     if value is None:
         return "-"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
