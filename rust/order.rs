@@ -48,10 +48,11 @@ impl Planner {
     /// An order in which each writer stands before its readers and phases do not descend; None if there is none.
     ///
     /// Positions are filled from the front. A request that has what it needs stays where it is; one that still
-    /// waits for a writer changes places with a writer it waits for, directly or not, that waits for nothing itself:
-    /// the hindmost of these, since the request is then behind as many of the others as can be. So a request
-    /// moves only to get in front of its readers, to make room for one that does, or to reach its section, and an order that
-    /// is right already comes back unchanged.
+    /// waits for a writer changes places with a writer that waits for nothing itself. One that is read in turn goes no
+    /// further back than to the hindmost of its own writers. One that nobody reads can go behind all that others
+    /// wait for as well: it then makes room for the hindmost writer with a reader in front of it, whoever that is. So
+    /// a request moves only to get in front of its readers, to make room for one that does, or to reach its section,
+    /// and an order that is right already comes back unchanged.
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::Phase`] for `phases` that do not fit.
@@ -67,7 +68,10 @@ impl Planner {
             } else if self.waits_for[here] == 0 {
                 Some(here)
             } else {
-                self.hindmost_free_writer(here).filter(|&writer| phase(writer) == section)
+                self.hindmost_free_writer(here).filter(|&writer| phase(writer) == section).map(|own| {
+                    let is_read = !pairs_of(&self.by_writer, here).is_empty();
+                    if is_read { own } else { self.hindmost_late_writer(own, section, phase) }
+                })
             };
             let Some(chosen) = chosen else {
                 return Ok(None);
@@ -157,6 +161,24 @@ impl Planner {
             }
         }
         best.map(|place| self.at[place])
+    }
+
+    /// Of the writers that stand behind a reader of theirs and wait for nothing: the one that stands hindmost, but in
+    /// its section and behind `own`; else `own`.
+    fn hindmost_late_writer(&self, own: usize, section: i8, phase: impl Fn(usize) -> i8) -> usize {
+        let mut best = own;
+        for &(writer, reader) in &self.by_writer {
+            let place = self.place[writer];
+            if place > self.place[best]
+                && place > self.place[reader]
+                && self.waits_for[writer] == 0
+                && phase(writer) == section
+                && self.sections[place] == section
+            {
+                best = writer;
+            }
+        }
+        best
     }
 }
 

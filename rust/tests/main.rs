@@ -2,4 +2,5 @@
 
 mod exhaustive;
 mod oracle;
+mod order;
 mod properties;
