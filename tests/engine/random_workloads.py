@@ -50,7 +50,7 @@ def random_workload(seed: int) -> tuple[EngineConfig, list[WorkloadRequest]]:
     needed = (2 if hybrid else 1) * -(-longest // block_size) + 2
     config = EngineConfig(
         model_config=tiny_hybrid(rng.choice((3, 5, 9))) if hybrid else TINY,
-        cache_config=CacheConfig(block_size, num_blocks=needed + rng.choice((0, 10, 100))),
+        cache_config=CacheConfig(block_size, num_blocks=needed + rng.choice((0, 0, 10, 100))),
         scheduler_config=SchedulerConfig(rng.randint(3, 8), rng.choice((16, 32, 64)), longest),
         parallel_config=ParallelConfig(
             num_ubatches=rng.choice((2, 3)),

@@ -8,13 +8,11 @@ The model runs in float64, where the noise of batch shapes cannot flip an argmax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from ubatch_guard.engine.config import EngineConfig, ModelConfig, ParallelConfig
 from ubatch_guard.engine.guarded import make_runner, step_of
@@ -32,14 +30,6 @@ from .random_workloads import random_workload
 NUM_WORKLOADS = 1000
 NUM_PARTS = 8
 _MODELS: dict[ModelConfig, DecoderModel] = {}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class RecordingRunner(Runner):
