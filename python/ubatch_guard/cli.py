@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
+
+from ubatch_guard import __version__
 
 _SUMMARIES = {
     "audit": "count unsafe steps in step traces",
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ubatch-guard", description="Exact guard for microbatched LLM inference with prefix caching."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('ubatch-guard')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     try:
         for name, summary in _SUMMARIES.items():

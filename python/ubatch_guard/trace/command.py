@@ -106,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
     audits = []
     status = 0
     for path in args.traces:
-        unsafe: list[UnsafeStep] = []
-        explain = unsafe.append if args.explain else None
+        unsafe: list[dict[str, Any]] = []
+        on_unsafe = _on_unsafe(path, unsafe, as_json=args.json) if args.explain else None
         try:
-            with _progress(path) as on_step:
-                audit = audit_trace(path, options, on_unsafe=explain, on_step=on_step)
+            with _progress(path, shown=args.json or not args.explain) as on_step:
+                audit = audit_trace(path, options, on_unsafe=on_unsafe, on_step=on_step)
         except TraceError as error:
             print(error, file=sys.stderr)
             status = 2
@@ -119,14 +119,18 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             line: dict[str, Any] = asdict(audit)
             if args.explain:
-                line["unsafe_steps"] = [_unsafe_step_json(step) for step in unsafe]
+                line["unsafe_steps"] = unsafe
             print(json.dumps(line), flush=True)
-        else:
-            for step in unsafe:
-                print("\n".join(_explanation(path, step)))
     if audits and not args.json:
         _print_table(audits, options.policy)
     return status
+
+
+def _on_unsafe(path: str, unsafe: list[dict[str, Any]], *, as_json: bool) -> Callable[[UnsafeStep], None]:
+    """What ``--explain`` does with an unsafe step: print it, or keep it for the trace's JSON object."""
+    if as_json:
+        return lambda step: unsafe.append(_unsafe_step_json(step))
+    return lambda step: print(*_explanation(path, step), sep="\n")
 
 
 def _token_count(text: str) -> int:
@@ -175,9 +179,9 @@ def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _progress(path: str) -> Iterator[Callable[[TraceReader], None] | None]:
+def _progress(path: str, *, shown: bool) -> Iterator[Callable[[TraceReader], None] | None]:
     """A progress bar over the bytes of a trace, where standard error is a terminal and rich is there."""
-    if not sys.stderr.isatty():
+    if not shown or not sys.stderr.isatty():
         yield None
         return
     try:
