@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import instructions
 
-NAMES = ("gsm8k", "decode256", "mixed256", "context-1024", "context-1048576")
+NAMES = ("gsm8k", "decode256", "mixed256", "context-1024", "context-1048576", "burst-8", "burst-64")
 
 
 class Instructions:
@@ -13,7 +13,7 @@ class Instructions:
     params = (NAMES, instructions.SUBJECTS)
     param_names = ("case", "subject")
     unit = "instructions"
-    version = "1"
+    version = "2"
     timeout = 300
 
     def setup_cache(self) -> dict[tuple[str, str], int]:

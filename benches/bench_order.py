@@ -5,7 +5,7 @@ from __future__ import annotations
 from ubatch_guard import reference
 from ubatch_guard._core import Checker
 from ubatch_guard.bench import Subjects
-from ubatch_guard.cases import burst, cuts_of
+from ubatch_guard.cases import burst
 
 
 class Burst:
@@ -21,7 +21,7 @@ class Burst:
         self.subjects = Subjects(self.step)
         self.subjects.check()
         self.checker = Checker(self.step.groups)
-        order = self.subjects.mirror.order(self.subjects.slots, *self.counts)
+        order = self.subjects.order()
         assert order is not None
         assert not reference.unsafe_cuts(self.step.permuted(order[0]))
 
@@ -29,11 +29,10 @@ class Burst:
         self.subjects.mirrored()
 
     def time_mirror_unsafe_cuts(self, prompts: int) -> None:
-        cuts = cuts_of(self.step)
-        self.subjects.mirror.unsafe_cuts(self.subjects.slots, *self.counts, cuts.first, cuts.last)
+        self.subjects.unsafe_cuts()
 
     def time_mirror_order(self, prompts: int) -> None:
-        self.subjects.mirror.order(self.subjects.slots, *self.counts)
+        self.subjects.order()
 
     def time_stateless_order(self, prompts: int) -> None:
         self.checker.order(self.step.block_tables, *self.counts)

@@ -1,7 +1,7 @@
 """Count the instructions of a check under valgrind: a figure that no noise touches.
 
 Run as a program under callgrind, this asks each step once to warm up and once to count; callgrind counts only
-what runs within ``is_safe`` and writes its count away whenever ``Mirror.nbytes`` is read.
+what runs within the methods asked and writes its count away whenever ``Mirror.nbytes`` is read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ubatch_guard.bench import Subjects
-from ubatch_guard.cases import by_name
+from ubatch_guard.cases import step_by_name
 
-SUBJECTS = ("mirror", "stateless")
+SUBJECTS = ("mirrored", "stateless", "unsafe_cuts", "order")
+"""Of :class:`ubatch_guard.bench.Subjects`."""
 
 _CALLGRIND = (
     "--tool=callgrind",
-    "--toggle-collect=*__pymethod_is_safe__*",
+    *(f"--toggle-collect=*__pymethod_{method}__*" for method in ("is_safe", "unsafe_cuts", "order")),
     "--dump-before=*__pymethod_get_nbytes__*",
 )
 
@@ -49,10 +50,10 @@ def count(names: Sequence[str]) -> dict[tuple[str, str], int]:
 
 def _program(names: Sequence[str]) -> None:
     for name in names:
-        subjects = Subjects(by_name(name).step())
-        for ask in (subjects.mirrored, subjects.stateless):
+        subjects = Subjects(step_by_name(name))
+        for subject in SUBJECTS:
             for _ in ("warm up", "count"):
-                ask()
+                getattr(subjects, subject)()
                 _ = subjects.mirror.nbytes
 
 

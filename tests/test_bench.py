@@ -61,9 +61,9 @@ def test_every_answer_is_the_references(case: Case) -> None:
     bench.Subjects(case.step()).check()
 
 
-def test_a_wrong_answer_stops_the_benchmark() -> None:
+def test_a_wrong_answer_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     subjects = bench.Subjects(by_name("gsm8k").step())
-    subjects.mirrored = lambda: False
+    monkeypatch.setattr(subjects, "mirrored", lambda: False)
     with pytest.raises(AssertionError, match="safe=True, not so: mirror"):
         subjects.check()
 

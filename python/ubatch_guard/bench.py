@@ -133,6 +133,8 @@ class Subjects:
         mirrored: The mirror's answer about the feasible cuts.
         stateless: The stateless answer, told what is settled.
         unsettled: The stateless answer, told nothing.
+        unsafe_cuts: The mirror's unsafe cuts among the feasible ones.
+        order: The mirror's batch order.
         find_slots: Look the batch up in the mirror.
     """
 
@@ -154,6 +156,8 @@ class Subjects:
             checker.is_safe, step.block_tables, *counts, *cuts, step.num_settled_tokens
         )
         self.unsettled = functools.partial(checker.is_safe, step.block_tables, *counts, *cuts)
+        self.unsafe_cuts = functools.partial(self.mirror.unsafe_cuts, self.slots, *counts, *cuts)
+        self.order = functools.partial(self.mirror.order, self.slots, *counts)
         self.find_slots = functools.partial(self.mirror.slots, self.request_ids)
 
     def floor(self, case: Case) -> Call:

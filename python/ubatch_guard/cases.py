@@ -135,6 +135,12 @@ def cuts_of(step: Step) -> CutRange:
     return feasible_cuts(step.num_tokens)
 
 
+def step_by_name(name: str) -> Step:
+    """The step of a case, or ``burst-8``: as many prompts, each eight times."""
+    kind, _, number = name.partition("-")
+    return burst(int(number)) if kind == "burst" else by_name(name).step()
+
+
 def rows_of(step: Step) -> Iterator[list[npt.NDArray[np.int32]]]:
     """The block ids that each request of a step needs, per group, as an engine would hand them out."""
     ends = step.num_computed_tokens + step.num_scheduled_tokens

@@ -1,0 +1,95 @@
+"""A gate that no noise can trip: instructions of a check, counted under valgrind, against committed bounds.
+
+The bounds are about twice what was counted on x86-64, so that a new compiler or a small feature does not trip
+them, and a check that grows with the context, leaves vector code, or turns quadratic does. From run to run
+counts differ by less than one in a thousand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ubatch_guard.cases import by_name
+
+SHORT, LONG = "context-1024", "context-1048576"
+FEW, MANY = "burst-8", "burst-64"
+NAMES = ("gsm8k", "decode256", "mixed256", SHORT, LONG, FEW, MANY)
+Counts = Mapping[tuple[str, str], int]
+
+MOST = {
+    # Counted: 4,000. 8 requests, 53 written blocks.
+    ("gsm8k", "mirrored"): 8_000,
+    # Counted: 20,000, or 80 a request: borrowing, positions, one look at the block that its token goes to.
+    ("decode256", "mirrored"): 40_000,
+    # Counted: 18,000. 256 requests, 1,344 written blocks, of which the asked cuts leave 513.
+    ("mixed256", "mirrored"): 36_000,
+    # Counted: 17,000, 18,000 and 102,000.
+    ("gsm8k", "stateless"): 35_000,
+    ("decode256", "stateless"): 40_000,
+    ("mixed256", "stateless"): 210_000,
+}
+MOST_GROWTH = 1.1
+"""The mirror at 1M tokens of context to 1k, at equal work. Counted: 1.000."""
+MOST_PER_ID = 3.0
+"""Instructions of the stateless check per id it reads. Counted: 0.9 in vector code; one by one takes 5."""
+MOST_BURST_GROWTH = 16.0
+"""Unsafe cuts and order of 64 prompts, each eight times, to those of 8. Counted: 8 to 9; quadratic is 64."""
+
+
+def _instructions() -> ModuleType:
+    path = Path(__file__).parent.parent / "benches" / "instructions.py"
+    spec = importlib.util.spec_from_file_location("instructions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def counts() -> Counts:
+    instructions = _instructions()
+    if reason := instructions.missing():
+        pytest.skip(reason)
+    counted: Counts = instructions.count(NAMES)
+    return counted
+
+
+def _growth(counts: Counts, subject: str) -> float:
+    return counts[LONG, subject] / counts[SHORT, subject]
+
+
+def _per_id(counts: Counts, subject: str) -> float:
+    case = by_name(LONG)
+    ids = case.readers * (case.context - by_name(SHORT).context) // case.block
+    return (counts[LONG, subject] - counts[SHORT, subject]) / ids
+
+
+@pytest.mark.parametrize(("name", "subject"), MOST, ids="-".join)
+def test_a_check_stays_within_its_bound(counts: Counts, name: str, subject: str) -> None:
+    # A count of nearly nothing would mean that the wrong function was counted.
+    assert 1_000 < counts[name, subject] <= MOST[name, subject]
+
+
+def test_the_mirror_does_not_grow_with_context(counts: Counts) -> None:
+    assert _growth(counts, "mirrored") <= MOST_GROWTH
+
+
+def test_the_stateless_check_reads_rows_in_vector_code(counts: Counts) -> None:
+    assert 0 < _per_id(counts, "stateless") <= MOST_PER_ID
+
+
+@pytest.mark.parametrize("subject", ["unsafe_cuts", "order"])
+def test_answers_about_unsafe_steps_grow_with_the_step(counts: Counts, subject: str) -> None:
+    assert counts[MANY, subject] / counts[FEW, subject] <= MOST_BURST_GROWTH
+
+
+def test_the_gate_closes_on_a_check_that_reads_whole_rows(counts: Counts) -> None:
+    """The stateless check is such a one: were the mirror to do the same, the gate would say so."""
+    assert _growth(counts, "stateless") > 10 * MOST_GROWTH
+    assert _per_id(counts, "mirrored") == pytest.approx(0, abs=0.01)
