@@ -133,8 +133,8 @@ def test_preempted_requests_may_finish_or_come_back(tmp_path: Path) -> None:
             tmp_path,
             _text(
                 HEADER,
-                _admit("a", "b", "c", "d"),
-                _admit(preempted=["a", "b", "c"]),
+                _admit("a", "b", "c", "d", "e"),
+                _admit(preempted=["a", "b", "c", "e"], finished=["e"]),
                 _admit(finished=["a"], resumed=[["b", 3, rows]], new=[["c", 0, rows]]),
                 _admit(finished=["d"], new=[["d", 0, rows]], batch=[["b", 3, 1], ["c", 0, 4], ["d", 0, 4]]),
             ),

@@ -290,15 +290,15 @@ class TraceReader:
     def _parse_step(self, line: dict[str, Any]) -> StepRecord:
         finished = self._ids(line, "finished")
         preempted = self._ids(line, "preempted")
+        for request_id in preempted:
+            self._leave("preempted", request_id)
+            self._preempted.add(request_id)
         for request_id in finished:
-            # A preempted request has no row any more and can finish all the same.
+            # A preempted request has no row any more and can finish all the same, even at once.
             if request_id in self._preempted:
                 self._preempted.discard(request_id)
             else:
                 self._leave("finished", request_id)
-        for request_id in preempted:
-            self._leave("preempted", request_id)
-            self._preempted.add(request_id)
         new = tuple(self._admission(entry, "new") for entry in self._get(line, "new", list))
         resumed = tuple(self._admission(entry, "resumed") for entry in self._get(line, "resumed", list))
         appended = tuple(self._growth(entry) for entry in self._get(line, "appended", list))
