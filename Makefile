@@ -47,8 +47,10 @@ test-rust:  ## Rust: unit tests, properties, exhaustive small scope
 test-python: build  ## Python tests
 	$(BIN)/python -m pytest -q
 
-wheel: build  ## One wheel for this platform, in dist/
-	$(BIN)/maturin build --release -o dist
+# Linked by zig against the glibc of manylinux2014, so that it runs on machines older than this one.
+wheel: build  ## One manylinux wheel for CPython 3.10 and later, in dist/
+	$(BIN)/python -m pip install -q ziglang
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --compatibility manylinux2014 -o dist
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) target dist .venv-vllm*
