@@ -32,9 +32,9 @@ class Guard:
 
     A guard keeps scratch between calls and belongs to one thread at a time.
 
-    What a question reads is checked. For a `Step` that is every column that a request reads or writes, but for the requests
-    in front of the first that is not settled. The mirror checks ids when they come, and that a row is long enough where it
-    comes upon the end.
+    What a question reads is checked. For a `Step` that is every column that a request reads or writes, but
+    for the requests in front of the first that is not settled. The mirror checks ids when they come, and
+    that a row is long enough where it comes upon its end.
 
     Args:
         groups: The engine's KV cache groups.
