@@ -9,6 +9,9 @@ from typing import Any
 ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen3_moe")
 """``model_type`` of the Hugging Face checkpoints that the model can load."""
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Names of the torch dtypes that weights and KV cache can have."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -104,6 +107,10 @@ class CacheConfig:
     num_blocks: int = 1024
     enable_prefix_caching: bool = True
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; a block holds a token at least")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -112,6 +119,10 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 4096
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+            raise ValueError(f"a limit below 1 lets nothing run: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,12 @@ class ParallelConfig:
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
 
+    def __post_init__(self) -> None:
+        if self.num_ubatches < 1:
+            raise ValueError(f"num_ubatches is {self.num_ubatches}; a step is one microbatch at least")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise ValueError(f"there is no rank {self.data_parallel_rank} of {self.data_parallel_size}")
+
     @property
     def use_ubatching(self) -> bool:
         """Whether steps may be cut at all."""
@@ -145,7 +162,7 @@ class EngineConfig:
     Attributes:
         reorder_batch_threshold: Longest query that the attention backend takes as a decode; the batch is
             ordered decodes, extends, prefills. None: the batch keeps the order of arrival.
-        dtype: Name of a floating-point torch dtype. In float64 the noise that batch shapes make (1e-15) never
+        dtype: One of `DTYPES`. In float64 the noise that batch shapes make (1e-15) never
             decides an argmax, so equal tokens mean equal attention.
         device: ``cpu`` or ``cuda`` (which is HIP in a ROCm build of torch).
         seed: Seed of random weights.
@@ -161,3 +178,7 @@ class EngineConfig:
     device: str = "cpu"
     seed: int = 0
     sanitize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")

@@ -100,8 +100,13 @@ def run(args: argparse.Namespace) -> int:
     from .parallel import init_ranks
 
     name, *files = args.workload
+    problem = None
     if name not in WORKLOADS or len(files) > (name == "requests"):
-        print(f"ubatch-guard demo: no workload {' '.join(args.workload)!r}", file=sys.stderr)
+        problem = f"no workload {' '.join(args.workload)!r}; there are {', '.join(WORKLOADS)}"
+    elif args.ubatch_size < 2:
+        problem = f"--ubatch-size {args.ubatch_size}: a step is cut into 2 microbatches at least"
+    if problem:
+        print(f"ubatch-guard demo: {problem}", file=sys.stderr)
         return 2
     device = args.device
     if device == "auto":

@@ -107,6 +107,21 @@ def rag(vocab_size: int, seed: int) -> Workload:
     return Workload("rag", requests, model_config=model, scheduler_config=scheduler)
 
 
+def independent(vocab_size: int, seed: int) -> Workload:
+    """Prompts that share nothing: no hazard, so that what is timed is the same work under every rule."""
+    rng = random.Random(seed)
+    requests = [
+        WorkloadRequest(
+            f"independent-{i}",
+            i // 24 * 6,
+            _tokens(rng, vocab_size, rng.randint(40, 120)),
+            SamplingParams(max_tokens=16),
+        )
+        for i in range(72)
+    ]
+    return Workload("independent", requests)
+
+
 def mooncake(file: Path, vocab_size: int, seed: int, limit: int = 40) -> Workload:
     """The first requests of a file in Mooncake's format, scaled down; equal hash ids become equal tokens.
 
