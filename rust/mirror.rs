@@ -381,3 +381,98 @@ impl Rows {
 fn counted<'a>(uses: &'a mut [Use], group: &Group, id: i32) -> Option<&'a mut Use> {
     if group.null_block == Some(i64::from(id)) { None } else { uses.get_mut(id.cast_unsigned() as usize) }
 }
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array2;
+
+    use super::{Checker, Cuts, Group, Mirror, Table, VACANT};
+    use crate::error::Error;
+    use crate::hazard::UnsafeCuts;
+    use crate::step::Batch;
+
+    const COLUMNS: usize = 6;
+
+    fn group() -> Group {
+        Group {
+            tokens_per_column: 2,
+            num_blocks: 12,
+            sliding_window: None,
+            attention_chunk_size: None,
+            null_block: None,
+        }
+    }
+
+    /// The unsafe cuts by the mirror and without it, in a step in which each request writes its last block.
+    fn both(mirror: &mut Mirror, slots: &[i32]) -> [Vec<UnsafeCuts>; 2] {
+        let row = |request: usize| mirror.row(slots[request].cast_unsigned() as usize, 0);
+        let mut table = Array2::from_elem((slots.len(), COLUMNS), -1);
+        let mut computed = Vec::new();
+        for request in 0..slots.len() {
+            computed.push(i64::try_from(row(request).len()).unwrap() * 2 - 2);
+            for (column, &id) in row(request).iter().enumerate() {
+                table[(request, column)] = id;
+            }
+        }
+        let mut batch = Batch::default();
+        batch.fill(computed.into_iter(), slots.iter().map(|_| 2)).unwrap();
+        let [mut ours, mut theirs] = [Vec::new(), Vec::new()];
+        let mut checker = Checker::new(vec![group()]).unwrap();
+        checker.unsafe_cuts(&[Table::I32(table.view())][..], &batch, Cuts::ALL, &mut theirs).unwrap();
+        mirror.unsafe_cuts(slots, &batch, Cuts::ALL, &mut ours).unwrap();
+        assert_eq!(mirror.is_safe(slots, &batch, Cuts::ALL), Ok(theirs.is_empty()));
+        [ours, theirs]
+    }
+
+    #[test]
+    fn time_begins_again() {
+        let (mut unsafe_steps, mut state) = (0, 1_u64);
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
+        };
+        for _ in 0..300 {
+            let mut mirror = Mirror::new(vec![group()]).unwrap();
+            mirror.rows.time = u32::MAX - u32::try_from(random(12)).unwrap();
+            let mut slots = Vec::new();
+            for _ in 0..24 {
+                let id = i64::try_from(random(12)).unwrap();
+                mirror.stage(0, 0, [id].into_iter()).unwrap();
+                if slots.len() < 4 {
+                    slots.push(i32::try_from(mirror.add()).unwrap());
+                } else {
+                    let slot = slots[usize::try_from(random(4)).unwrap()].cast_unsigned() as usize;
+                    if mirror.row(slot, 0).len() == COLUMNS { mirror.replace(slot) } else { mirror.append(slot) }
+                }
+                let [ours, theirs] = both(&mut mirror, &slots);
+                assert_eq!(ours, theirs);
+                unsafe_steps += usize::from(!ours.is_empty());
+            }
+            assert!(mirror.rows.time <= 24, "time did not begin again");
+        }
+        assert!(unsafe_steps > 1000);
+    }
+
+    #[test]
+    fn batches_are_counted_anew() {
+        let mut mirror = Mirror::new(vec![group()]).unwrap();
+        let [first, gone] = [mirror.add(), mirror.add()].map(|slot| i32::try_from(slot).unwrap());
+        mirror.free(gone.cast_unsigned() as usize);
+        mirror.batch = VACANT - 3;
+        let mut batch = Batch::default();
+        batch.fill([0].into_iter(), [0].into_iter()).unwrap();
+        let mut twice = Batch::default();
+        twice.fill([0, 0].into_iter(), [0, 0].into_iter()).unwrap();
+        for _ in 0..6 {
+            assert_eq!(mirror.is_safe(&[first], &batch, Cuts::ALL), Ok(true));
+            assert_eq!(
+                mirror.is_safe(&[gone], &batch, Cuts::ALL),
+                Err(Error::UnknownSlot { request: 0, slot: i64::from(gone) })
+            );
+            assert_eq!(
+                mirror.is_safe(&[first, first], &twice, Cuts::ALL),
+                Err(Error::DuplicateSlot { slot: i64::from(first) })
+            );
+        }
+    }
+}
