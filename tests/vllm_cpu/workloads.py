@@ -109,13 +109,14 @@ def multi_turn(users: int = 6, turns: int = 3) -> Workload:
     return workload
 
 
-def chunked_prefill(requests: int = 10) -> Workload:
-    """Prompts longer than the token budget, so that writers run over several steps."""
+def chunked_prefill(groups: int = 6) -> Workload:
+    """Groups of three over a prefix each, in a token budget that cuts prompts off anywhere."""
     text = Text(6)
     workload = Workload("chunked prefill")
-    shared = text.tokens(600)
-    for place in range(requests):
-        workload.add(shared + text.tokens(30, 400), max_tokens=4, arrival=place // 3)
+    for group in range(groups):
+        shared = text.tokens(150, 330)
+        for _ in range(3):
+            workload.add(shared + text.tokens(1, 90), arrival=group // 2)
     return workload
 
 
@@ -125,7 +126,7 @@ def preemption(requests: int = 14) -> Workload:
     workload = Workload("preemption")
     prefixes = [text.tokens(96) for _ in range(3)]
     for place in range(requests):
-        workload.add(prefixes[place % 3] + text.tokens(5, 60), max_tokens=60, arrival=place // 5)
+        workload.add(prefixes[place % 3] + text.tokens(5, 60), max_tokens=130, arrival=place // 5)
     return workload
 
 
