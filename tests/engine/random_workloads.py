@@ -28,6 +28,10 @@ def tiny_hybrid(window: int) -> ModelConfig:
     return replace(TINY, sliding_window=window, sliding_window_layers=(1,))
 
 
+DENSE = replace(TINY, model_type="llama", num_experts=0, num_experts_per_tok=0)
+"""No experts, so no exchange at which microbatches hand over: each runs through all layers in one go."""
+
+
 def random_workload(seed: int) -> tuple[EngineConfig, list[WorkloadRequest]]:
     """An engine and its requests. Prompts are cut from a few texts, so that prefixes are shared."""
     rng = random.Random(seed)
@@ -49,7 +53,7 @@ def random_workload(seed: int) -> tuple[EngineConfig, list[WorkloadRequest]]:
         arrival += rng.choice((0, 0, 0, 1))
     needed = (2 if hybrid else 1) * -(-longest // block_size) + 2
     config = EngineConfig(
-        model_config=tiny_hybrid(rng.choice((3, 5, 9))) if hybrid else TINY,
+        model_config=tiny_hybrid(rng.choice((3, 5, 9))) if hybrid else rng.choice((TINY, TINY, DENSE)),
         cache_config=CacheConfig(block_size, num_blocks=needed + rng.choice((0, 0, 10, 100))),
         scheduler_config=SchedulerConfig(rng.randint(3, 8), rng.choice((16, 32, 64)), longest),
         parallel_config=ParallelConfig(

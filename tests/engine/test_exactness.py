@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from ubatch_guard.engine.config import EngineConfig, ModelConfig, ParallelConfig
-from ubatch_guard.engine.guarded import make_runner, step_of
+from ubatch_guard.engine.guarded import GuardedRunner, make_runner, step_of
 from ubatch_guard.engine.llm_engine import LLMEngine, load_model
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.runner import Runner
@@ -23,7 +23,8 @@ from ubatch_guard.engine.workloads import WorkloadRequest
 from ubatch_guard.guard import Guard
 from ubatch_guard.kv_cache_groups import read_groups
 from ubatch_guard.reference import vllm_allows
-from ubatch_guard.step import Step
+from ubatch_guard.settings import Settings
+from ubatch_guard.step import Policy, Step
 
 from .random_workloads import random_workload
 
@@ -98,11 +99,19 @@ def unguarded_run(
 def guarded_run(
     rule: str, config: EngineConfig, requests: list[WorkloadRequest], right: dict[str, list[int]]
 ) -> None:
-    engine = LLMEngine(config, make_runner(rule, config, model_of(config)))
+    runner = make_runner(rule, config, model_of(config))
+    assert isinstance(runner, GuardedRunner)
+    runner.ubatch_guard_settings = Settings(policy=Policy(rule), verify_every=1)
+    engine = LLMEngine(config, runner)
     assert engine.serve(requests) == right
     assert engine.stats.unwritten_reads == 0
     if rule == "reorder":
         assert engine.stats.split == engine.stats.eligible
+    assert runner.ubatch_guard is not None
+    counters = runner.ubatch_guard.counters
+    assert counters.steps == engine.stats.steps
+    assert counters.mirror_differences == 0
+    assert counters.vetoed.keys() <= {"unsafe"}  # nothing was undecided
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

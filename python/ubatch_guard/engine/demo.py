@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; the exit status."""
     import torch
 
-    from .parallel import init_ranks
+    from .parallel import device_of_rank, init_ranks
 
     name, *files = args.workload
     problem = None
@@ -108,14 +108,15 @@ def run(args: argparse.Namespace) -> int:
     if problem:
         print(f"ubatch-guard demo: {problem}", file=sys.stderr)
         return 2
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    kind = args.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
         torch.set_num_threads(1)  # the tensors are small; more threads only wait for each other
-    ranks = init_ranks(torch.device(device))
+    device = device_of_rank(kind)
+    ranks = init_ranks(device)
     try:
-        return _run(args, name, Path(files[0]) if files else None, device, ranks)
+        return _run(args, name, Path(files[0]) if files else None, str(device), ranks)
     except (OSError, ValueError) as error:
         print(f"ubatch-guard demo: {error}", file=sys.stderr)
         return 2
@@ -131,8 +132,6 @@ def _run(args: argparse.Namespace, name: str, file: Path | None, device: str, ra
 
     checkpoint_config = read_config(args.model) if args.model else None
     workload = _workload(name, file, args.seed, checkpoint_config.vocab_size if checkpoint_config else 512)
-    if device == "cuda" and ranks.size > 1:
-        device = f"cuda:{ranks.rank % _device_count()}"
     config = EngineConfig(
         model_config=checkpoint_config or workload.model_config,
         cache_config=workload.cache_config,
@@ -216,12 +215,6 @@ def _workload(name: str, file: Path | None, seed: int, vocab_size: int) -> Workl
 
 def _threshold(text: str) -> int | None:
     return None if text == "none" else int(text)
-
-
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 class _Printer:

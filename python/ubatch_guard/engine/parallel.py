@@ -65,6 +65,13 @@ class Ranks:
         return Transfer(received, sent, work)
 
 
+def device_of_rank(kind: str) -> torch.device:
+    """The device that this rank runs on: ``cpu``, or one of the machine's ``cuda`` devices in turn."""
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def init_ranks(device: torch.device, timeout_s: float = 60.0) -> Ranks:
     """Join the run that ``torchrun`` started, or be a run of one rank.
 

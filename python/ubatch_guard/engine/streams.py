@@ -18,11 +18,13 @@ class Transfer:
         received: What arrives; not to be touched before the transfer is waited for.
         sent: What leaves; held here so that its memory is not reused while it is read.
         work: The collective, or None: the transfer is a local copy.
+        done: On a device, the point in the communication stream at which it has arrived.
     """
 
     received: Tensor
     sent: Tensor
     work: torch.distributed.Work | None = None
+    done: torch.cuda.Event | None = None
 
 
 Send = Callable[[], Transfer]
@@ -71,11 +73,13 @@ class DeviceStreams(Streams):
             transfer = send()
             if transfer.work is not None:
                 transfer.work.wait()  # NCCL and RCCL: the stream waits, not the thread
+            transfer.done = self._communicate.record_event()
         return transfer
 
     def finish(self, transfer: Transfer) -> Tensor:
-        """What the transfer brought; the compute stream waits for it."""
-        self._compute.wait_stream(self._communicate)
+        """What the transfer brought; the compute stream waits for it, and for no transfer started since."""
+        assert transfer.done is not None
+        self._compute.wait_event(transfer.done)
         transfer.received.record_stream(self._compute)
         return transfer.received
 
