@@ -51,7 +51,8 @@ def serve(ranks: Ranks, rule: str, end: str, end_step: int) -> dict[str, Any]:
 
 def main(folder: Path, rules: list[str], end: str = "", end_step: int = -1) -> None:
     torch.set_num_threads(1)
-    ranks = init_ranks(torch.device("cpu"), timeout_s=5.0)
+    # The time-out covers the start too, where ranks wait for the slowest to come up.
+    ranks = init_ranks(torch.device("cpu"), timeout_s=15.0 if end == "hang" else 60.0)
     reports = {rule: serve(ranks, rule, end, end_step) for rule in rules}
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(reports))
     torch.distributed.destroy_process_group()

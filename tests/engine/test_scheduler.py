@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ubatch_guard.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ubatch_guard.engine.input_batch import MultiGroupBlockTable
 from ubatch_guard.engine.kv_cache import KVCacheConfig, KVCacheManager
 from ubatch_guard.engine.llm_engine import LLMEngine, load_model
 from ubatch_guard.engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -163,6 +164,13 @@ def test_the_persistent_batch_follows_the_scheduler() -> None:
         for asked in requests:
             assert len(outputs[asked.req_id]) == asked.sampling_params.max_tokens
     assert num_preemptions >= 10
+
+
+def test_rows_that_swap_without_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the comparison above."""
+    monkeypatch.setattr(MultiGroupBlockTable, "swap_row", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_the_persistent_batch_follows_the_scheduler()
 
 
 def test_neither_batching_nor_caching_changes_an_answer() -> None:

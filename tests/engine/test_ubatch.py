@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ubatch_guard.engine.config import ParallelConfig
 from ubatch_guard.engine.streams import Streams, Transfer
 from ubatch_guard.engine.ubatch import (
     Overlap,
+    Turns,
     check_ubatch_thresholds,
     is_last_ubatch_empty,
     maybe_create_ubatch_slices,
@@ -128,15 +130,30 @@ def test_a_transfer_that_fails_ends_the_step() -> None:
         run_ubatches(2, Streams(), forward)
 
 
-def test_one_microbatch_runs_at_a_time() -> None:
-    running: list[int] = []
+def most_at_once() -> int:
+    """The most microbatches found running at the same time."""
+    running: set[int] = set()
+    most = 0
 
     def forward(index: int, overlap: Overlap) -> Tensor:
-        for _ in range(20):
-            running.append(index)
-            assert running == [index]
-            running.remove(index)
+        nonlocal most
+        for _ in range(10):
+            running.add(index)
+            time.sleep(0.001)  # lets any other thread that may run do so
+            most = max(most, len(running))
+            running.discard(index)
             overlap(lambda: Transfer(torch.zeros(1), torch.zeros(1)))
         return torch.zeros(1)
 
-    run_ubatches(4, Streams(), forward)
+    run_ubatches(3, Streams(), forward)
+    return most
+
+
+def test_one_microbatch_runs_at_a_time() -> None:
+    assert most_at_once() == 1
+
+
+def test_microbatches_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(Turns, "wait", lambda *_: None)
+    assert most_at_once() > 1

@@ -37,7 +37,7 @@ class Row:
         eligible: Of those, large enough to be cut.
         split: Cut.
         vetoed: Eligible and not cut.
-        reordered: Brought into another order by the guard.
+        reordered: Brought into another order by the guard, large enough to be cut or not.
         unwritten_reads: KV slots read before they were written, over all layers; None: nobody watched.
     """
 
@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["fewshot"],
         metavar=("NAME", "FILE"),
         help=f"{', '.join(WORKLOADS)}; requests takes a file in Mooncake's format (default: fewshot)",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=40, metavar="N", help="requests to take from FILE (default: 40)"
     )
     parser.add_argument(
         "--policy",
@@ -129,9 +132,14 @@ def _run(args: argparse.Namespace, name: str, file: Path | None, device: str, ra
     from .config import EngineConfig, ParallelConfig
     from .llm_engine import load_model
     from .weights import read_config
+    from .workloads import EXCERPT, SYNTHETIC, mooncake
 
     checkpoint_config = read_config(args.model) if args.model else None
-    workload = _workload(name, file, args.seed, checkpoint_config.vocab_size if checkpoint_config else 512)
+    vocab_size = checkpoint_config.vocab_size if checkpoint_config else 512
+    if name == "requests":
+        workload = mooncake(file or EXCERPT, vocab_size, args.seed, args.limit)
+    else:
+        workload = SYNTHETIC[name](vocab_size, args.seed)
     config = EngineConfig(
         model_config=checkpoint_config or workload.model_config,
         cache_config=workload.cache_config,
@@ -205,14 +213,6 @@ def _serve(
     return row, outputs, stats
 
 
-def _workload(name: str, file: Path | None, seed: int, vocab_size: int) -> Workload:
-    from .workloads import EXCERPT, SYNTHETIC, mooncake
-
-    if name == "requests":
-        return mooncake(file or EXCERPT, vocab_size, seed)
-    return SYNTHETIC[name](vocab_size, seed)
-
-
 def _threshold(text: str) -> int | None:
     return None if text == "none" else int(text)
 
@@ -250,8 +250,9 @@ class _Printer:
         if not self._on or self._as_json:
             return
         blocks = Counter(req_id for req_id, _ in {(read.req_id, read.block) for read in reads})
+        most = max(blocks.values())
         print(
-            f"unguarded, step {step}: {len(blocks)} requests read up to {max(blocks.values())} blocks each "
+            f"unguarded, step {step}: {len(blocks)} requests read up to {most} block{'s' * (most > 1)} each "
             "that a later microbatch had still to write"
         )
 
