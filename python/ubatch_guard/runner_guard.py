@@ -116,6 +116,7 @@ class RunnerGuard:
         self.recorder: StepRecorder | None = None
         self._engine_rows = engine_rows
         self._name = name
+        self._tracing = settings.trace is not None
         self._lost: str | None = None
         """Why the mirror cannot be relied on; None: it can."""
         self._not_understood: str | None = None
@@ -165,7 +166,7 @@ class RunnerGuard:
             return ask_engine()
         verify = self.settings.verify_every > 0 and self.counters.steps % self.settings.verify_every == 0
         theirs = None
-        if self.policy is Policy.OBSERVE or self.settings.trace is not None or verify:
+        if self.policy is Policy.OBSERVE or self._tracing or verify:
             self._asking_engine = True
             try:
                 theirs = ask_engine()
@@ -186,7 +187,7 @@ class RunnerGuard:
         if not self._step.voted:
             self._step.voted = True
             self._count(batch, safe, reason, theirs)
-        if theirs is not None and self.settings.trace is not None:
+        if theirs is not None and self._tracing:
             self._record(batch, theirs)
         self._report()
         return theirs if self.policy is Policy.OBSERVE and theirs is not None else safe
@@ -196,7 +197,7 @@ class RunnerGuard:
         if self._asking_engine:
             return ask_engine()
         theirs = ask_engine()
-        if self.settings.trace is not None and not self._step.voted:
+        if self._tracing and not self._step.voted:
             self._record(batch, theirs)
         self._step.voted = True
         if self._lost:
@@ -246,6 +247,10 @@ class RunnerGuard:
         """Doubt the mirror: vote "no" until it is made anew from the engine's rows."""
         self._lost = why
         self._log_once(why, message)
+        # A trace with a hole could not be replayed.
+        self._tracing = False
+        if self.recorder is not None:
+            self.recorder.close(timeout=0.0)
 
     def verify_due(self) -> bool:
         """Whether this is a step whose mirror is to be compared with the runner's own block table."""
@@ -267,18 +272,23 @@ class RunnerGuard:
     def _apply(self, scheduler_output: Any) -> None:
         mirror, rows_of = self.mirror, self.groups.rows
         cached = scheduler_output.scheduled_cached_reqs
-        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
-        for req_id in (*scheduler_output.finished_req_ids, *preempted):
-            if req_id in mirror:
-                mirror.free(req_id)
+        # A request can finish that was never scheduled, or whose row went when it was preempted.
+        finished = [req_id for req_id in scheduler_output.finished_req_ids if req_id in mirror]
+        preempted = [
+            req_id
+            for req_id in getattr(scheduler_output, "preempted_req_ids", None) or ()
+            if req_id in mirror and req_id not in scheduler_output.finished_req_ids
+        ]
+        for req_id in (*finished, *preempted):
+            mirror.free(req_id)
         for request in scheduler_output.scheduled_new_reqs:
             self._step.new.add(request.req_id)
             # A streaming request comes as new again and again.
             put = mirror.replace if request.req_id in mirror else mirror.add
             put(request.req_id, rows_of(request.block_ids))
         resumed = cached.resumed_req_ids
-        if self.settings.trace is not None:
-            self._note_deltas(scheduler_output, preempted)
+        if self._tracing:
+            self._note_deltas(scheduler_output, finished, preempted)
         if resumed:
             self._step.new |= resumed
             for req_id, new_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -294,13 +304,13 @@ class RunnerGuard:
         rows_of = self.groups.rows
         return [None if rows is None else rows_of(rows) for rows in block_ids]
 
-    def _note_deltas(self, scheduler_output: Any, preempted: Iterable[str]) -> None:
+    def _note_deltas(self, scheduler_output: Any, finished: list[str], preempted: list[str]) -> None:
         # Copies: the engine extends its lists in place.
         def copied(rows: Rows) -> list[list[int]]:
             return [list(row) for row in self.groups.rows(rows)]
 
         deltas, cached = self._deltas, scheduler_output.scheduled_cached_reqs
-        deltas.finished += scheduler_output.finished_req_ids
+        deltas.finished += finished
         deltas.preempted += preempted
         deltas.new += [
             (request.req_id, request.num_computed_tokens, copied(request.block_ids))
@@ -383,24 +393,28 @@ class RunnerGuard:
             counters.verdicts["allow" if safe else "veto", "allow" if theirs else "veto"] += 1
 
     def _record(self, batch: Batch, theirs: bool) -> None:
-        with self.guarded("the step could not be recorded"):
+        deltas, self._deltas = self._deltas, _Deltas()
+        try:
             if self.recorder is None:
                 self.recorder = self._open_recorder(batch)
-            deltas, self._deltas = self._deltas, _Deltas()
-            self.recorder.record(
-                deltas.finished,
-                deltas.preempted,
-                deltas.new,
-                deltas.resumed,
-                deltas.appended,
-                zip(
-                    batch.req_ids,
-                    batch.num_computed_tokens.tolist(),
-                    batch.num_scheduled_tokens.tolist(),
-                    strict=True,
-                ),
-                theirs,
-            )
+        except Exception as error:
+            self._tracing = False
+            self._log_once("trace", f"no trace is written ({error})")
+            return
+        self.recorder.record(
+            deltas.finished,
+            deltas.preempted,
+            deltas.new,
+            deltas.resumed,
+            deltas.appended,
+            zip(
+                batch.req_ids,
+                batch.num_computed_tokens.tolist(),
+                batch.num_scheduled_tokens.tolist(),
+                strict=True,
+            ),
+            theirs,
+        )
 
     def _open_recorder(self, batch: Batch) -> StepRecorder:
         assert self.settings.trace is not None

@@ -32,7 +32,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 import dataclasses
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ from ubatch_guard.step import Policy
 
 BLOCK_SIZE = 32
 Prompt = list[int]
+Vote = Callable[..., tuple[bool, int]]
+"""From tokens, padded tokens, this rank's vote and whether all are decodes, to the ranks' decision and padding."""
 
 if TYPE_CHECKING:
     from workloads import Workload
@@ -173,6 +175,8 @@ class Engine:
         """V2: what runs its microbatches."""
         self.allowed: bool | None = None
         """V2: the last vote that reached ``dispatch_cg_and_sync_dp``."""
+        self.vote: Vote | None = None
+        """V1: how ranks agree on a step; None: the one rank's vote decides."""
         self._sequence = 0
         self._microbatch()
 
@@ -298,15 +302,19 @@ def _microbatch_v1(engine: Engine) -> None:
         decided = determine(*args, **kwargs)
         num_tokens, allowed = kwargs["num_tokens"], kwargs.get("allow_microbatching", True)
         eligible = engine._note_step(self.input_batch.req_ids, num_tokens)
-        config = self.parallel_config
-        split = (
-            config.use_ubatching
-            and allowed
-            and eligible
-            and not is_last_ubatch_empty(num_tokens, decided[1].num_tokens, config.num_ubatches)
-        )
+        config, batch_desc = self.parallel_config, decided[1]
+        if engine.vote is not None:
+            uniform = bool((kwargs["num_scheduled_tokens_np"] == 1).all())
+            split, padded = engine.vote(num_tokens, batch_desc.num_tokens, allowed, uniform)
+            batch_desc = dataclasses.replace(batch_desc, num_tokens=padded)
+        else:
+            split = config.use_ubatching and allowed and eligible
+            # The last microbatch has tokens: a step of at least min_tokens has more than its padding.
+            assert not split or not is_last_ubatch_empty(
+                num_tokens, batch_desc.num_tokens, config.num_ubatches
+            )
         engine.steps.split += split
-        return (*decided[:2], split, *decided[3:])
+        return decided[0], batch_desc, split, *decided[3:]
 
     def model_forward(self: Any, **kwargs: Any) -> Any:
         whole = get_forward_context()
