@@ -122,7 +122,7 @@ def test_table_without_rich() -> None:
 
 
 def test_audit_needs_numpy_alone() -> None:
-    prelude = _without("rich", "zstandard", "torch", "vllm", "matplotlib", "prometheus_client", "safetensors")
+    prelude = _without("rich", "zstandard", "torch", "vllm", "prometheus_client", "safetensors")
     result = _run("audit", "--json", TRACES / "fork-t1.jsonl.gz", prelude=prelude)
     assert (result.returncode, result.stderr) == (0, "")
 

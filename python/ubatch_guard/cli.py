@@ -17,7 +17,6 @@ _SUMMARIES = {
     "bench": "time the guard against vLLM's own rule",
 }
 _EXTRA_OF_MODULE = {
-    "matplotlib": "plot",
     "prometheus_client": "metrics",
     "rich": "cli",
     "safetensors": "engine",
