@@ -29,6 +29,7 @@ from ubatch_guard.cases import (
     DECODE_THRESHOLD,
     Case,
     cuts_of,
+    hit_of_context,
     of_context,
     rows_of,
 )
@@ -111,7 +112,7 @@ class Figure:
         value: The number.
         unit: Its unit.
         goal: The greatest value asked for, if any.
-        detail: What it was made of, in microseconds.
+        detail: What it was made of: microseconds by tokens of context.
     """
 
     case: str
@@ -228,16 +229,22 @@ def measure(case: Case, rounds: int) -> CaseResult:
     )
 
 
-def growth(rounds: int) -> Figure:
-    """The mirror's cost with context, at equal work."""
-    calls: dict[str, Call] = {}
-    for case in map(of_context, CONTEXTS):
-        subjects = Subjects(case.step())
-        subjects.check()
-        calls[case.name] = subjects.mirrored
-    us = in_turns(calls, rounds)
-    base = next(iter(us.values()))
-    return Figure("mirror-growth-context", max(us.values()) / base, "x", GROWTH_GOAL, us)
+def growth(rounds: int) -> Iterator[Figure]:
+    """How the mirror's cost grows with context, at equal work, and in a step in which it must read rows."""
+    steps = {
+        "mirror-growth-context": [of_context(tokens).step() for tokens in CONTEXTS],
+        "mirror-growth-context-hit": [hit_of_context(tokens) for tokens in CONTEXTS],
+    }
+    for name, of_contexts in steps.items():
+        calls: dict[str, Call] = {}
+        for tokens, step in zip(CONTEXTS, of_contexts, strict=True):
+            subjects = Subjects(step)
+            subjects.check()
+            calls[f"{tokens}"] = subjects.mirrored
+        us = in_turns(calls, rounds)
+        # A block that is written and shared makes the mirror read the rows of the step's new readers.
+        goal = GROWTH_GOAL if name == "mirror-growth-context" else None
+        yield Figure(name, max(us.values()) / us[f"{CONTEXTS[0]}"], "x", goal, us)
 
 
 def upkeep(rounds: int) -> Iterator[Figure]:
@@ -269,17 +276,21 @@ def upkeep(rounds: int) -> Iterator[Figure]:
         ("mirror-free", free, all_blocks + num_reqs),
         ("mirror-add-arrays", functools.partial(add, arrays), all_blocks),
         ("mirror-free", free, all_blocks),
+        # What Python itself takes to look at every number of a list.
+        ("sum-of-lists", lambda: list(map(sum, lists)), all_blocks),
     ]
+    add(lists)
+    if [mirror.row(request_id, 0).tolist() for request_id in request_ids] != lists:
+        raise AssertionError("the mirror does not hold what was added")
+    free()
     samples: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, call, blocks in life:
             seconds = timeit.Timer(call, timer=time.thread_time).timeit(1)
             samples.setdefault(name, []).append(seconds / blocks * 1e9)
-            if len(mirror) != (0 if call is free else num_reqs):
-                raise AssertionError(f"{name} left {len(mirror)} requests")
     for name, values in samples.items():
         # A block at a time is no bulk, so that it has no goal.
-        goal = None if name == "mirror-append-each" else UPKEEP_GOAL
+        goal = UPKEEP_GOAL if name.startswith(("mirror-add", "mirror-free")) else None
         yield Figure(name, statistics.median(values), "ns/block", goal)
 
 
@@ -319,7 +330,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     cases = itertools.chain.from_iterable((case, case.shuffle()) for case in CASES)
     results = (measure(case, args.rounds) for case in cases)
-    figures = itertools.chain([growth(args.rounds)], upkeep(args.rounds), memory()) if args.all else iter(())
+    figures = itertools.chain(growth(args.rounds), upkeep(args.rounds), memory()) if args.all else iter(())
     if args.json:
         lines: Iterator[CaseResult | Figure] = itertools.chain(results, figures)
         for line in lines:

@@ -95,6 +95,15 @@ def of_context(context: int) -> Case:
     return Case(f"context-{context}", decodes=16, readers=8, context=context, writers=2, tokens=2048)
 
 
+def hit_of_context(context: int) -> Step:
+    """The same with a hazard: the first reader's last whole block is one that the last writer writes."""
+    case = of_context(context)
+    step = case.step()
+    (table,) = step.block_tables
+    table[case.decodes, context // case.block - 1] = table[-1, 100]
+    return step
+
+
 def of_requests(num_reqs: int) -> Case:
     """A mixed step of that many requests: a writer and a reader to six decodes."""
     part = num_reqs // 8
