@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def v2(self) -> bool:
-        return not hasattr(self.runner, "_may_reorder_batch")
+        return hasattr(self.runner, "req_states")
 
     def set(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +75,22 @@ def test_more_microbatches(engine: Engine, num_ubatches: int) -> None:
     guarded = engine.run(workload)
     assert guarded.num_wrong(whole) == 0
     assert guarded.steps.split == guarded.steps.eligible
+
+
+def test_overhead(engine: Engine) -> None:
+    """Steps per second with everything on, against the guard off, by turns: at least 0.98."""
+    text = workloads.Text(9)
+    workload = workloads.Workload("decodes")
+    for _ in range(48):
+        workload.add(text.tokens(64), max_tokens=64)
+    seconds: dict[str, list[float]] = {"off": [], "reorder": []}
+    for _ in range(7):
+        for mode, policy in (("off", None), ("reorder", Policy.REORDER)):
+            engine.set(dbo=True, threshold=1, policy=policy)
+            started = time.process_time()
+            engine.run(workload)
+            seconds[mode].append((time.process_time() - started) / engine.steps.steps)
+    # The least of each: what else runs on the machine only ever adds.
+    off, reorder = (min(times) for times in seconds.values())
+    print(f"\nsteps/s: off {1 / off:.1f}, reorder {1 / reorder:.1f}, ratio {off / reorder:.3f}")
+    assert off / reorder >= 0.98

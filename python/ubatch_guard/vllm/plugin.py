@@ -111,7 +111,7 @@ def _hooked(method: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..
 
 
 def _is_ours(method: Any) -> bool:
-    return getattr(method, _MARK, None) is method
+    return method is not None and getattr(method, _MARK, None) is method
 
 
 def _is_hooked(method: Any) -> bool:
