@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +115,8 @@ class InputBatch:
 
     @property
     def req_ids(self) -> list[str]:
-        """The requests in batch order; there are no holes once the batch is condensed."""
-        return [req_id for req_id in self._rows if req_id is not None]
+        """The requests in batch order: the batch's own list; it has no holes once it is condensed."""
+        return cast("list[str]", self._rows)
 
     def add_request(self, state: CachedRequestState) -> None:
         """Put a request into the first hole, or at the end."""

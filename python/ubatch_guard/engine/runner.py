@@ -99,7 +99,7 @@ class Runner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step and sample; a step without tokens only keeps the other ranks company."""
         self._update_states(scheduler_output)
-        req_ids = self.input_batch.req_ids
+        req_ids = list(self.input_batch.req_ids)
         num_scheduled_tokens = np.array(
             [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids], dtype=np.int32
         )
@@ -135,7 +135,7 @@ class Runner:
             self.requests.pop(req_id, None)
             self._sampler.remove_request(req_id)
         # Requests that are not scheduled leave the batch, be it for one step, and keep their state.
-        for req_id in self.input_batch.req_ids:
+        for req_id in list(self.input_batch.req_ids):
             if req_id not in scheduler_output.num_scheduled_tokens:
                 self.input_batch.remove_request(req_id)
 
