@@ -24,7 +24,7 @@ SITE = BENCHES / ".asv" / "html"
 WHEEL_SOURCES = ("rust", "python", "Cargo.toml", "Cargo.lock", "pyproject.toml")
 """What a commit must change to be worth a point: the rest is the same wheel."""
 MACHINE = "local"
-PICTURED = "#bench_check.Ratio.track_mirror"
+PICTURED = "#bench_check.Ratio.track_mirror?y-axis-scale=log"
 LIBRARIES = Path("/usr/share/javascript")
 DEBIAN_PACKAGES = {
     "jquery-3.3.1.min.js": "libjs-jquery: jquery/jquery.min.js",
@@ -35,6 +35,9 @@ DEBIAN_PACKAGES = {
     "bootstrap.min.css": "libjs-bootstrap: bootstrap/css/bootstrap.min.css",
 }
 """Where Debian has the libraries that asv's pages load from elsewhere; its Flot holds the plug-ins too."""
+OWN_AXIS_LABELS = "jquery.flot.axislabels.js"
+"""asv's plug-in for what Debian's newer Flot does itself; both together write every label twice."""
+LEGEND_STYLE = "<style>.legendLayer .background { fill: white; stroke: silver; }</style>"
 SOME_FAILED = 2
 """asv's exit status when a benchmark failed, as those do that ask for more than an old commit has."""
 
@@ -80,6 +83,8 @@ def make_standalone(site: Path) -> list[str]:
     index = site / "index.html"
     lines = []
     for line in index.read_text().splitlines():
+        if OWN_AXIS_LABELS in line:
+            continue
         address = re.search(r'(?:src|href)="(https://[^"]+)" integrity', line)
         if address is None:
             lines.append(line)
@@ -91,6 +96,8 @@ def make_standalone(site: Path) -> list[str]:
                 '<link rel="stylesheet" href="{}">' if name.endswith(".css") else '<script src="{}"></script>'
             )
             lines.append(tag.format(name))
+            if name.endswith(".css"):
+                lines.append(LEGEND_STYLE)
     index.write_text("\n".join(lines))
     return []
 
@@ -116,23 +123,24 @@ def serve(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def browse(url: str, picture: Path) -> str:
-    """Open a page in a headless browser, draw it into a PNG file, and return the document it became."""
+def browse(url: str, picture: Path | None = None) -> str:
+    """Open a page in a headless browser and return the document it becomes, or draw it into a PNG file."""
     chromium = browser()
     if chromium is None:
         raise FileNotFoundError("no Chromium (Debian: apt install chromium)")
-    # Without a sandbox, which root cannot have; the pages are our own.
-    options = (
+    # Root cannot have a sandbox; the pages are our own. Time runs ahead until the page is done.
+    options = [
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
         "--hide-scrollbars",
         "--virtual-time-budget=20000",
+    ]
+    options += (
+        ["--dump-dom"] if picture is None else ["--window-size=1280,800", f"--screenshot={picture.resolve()}"]
     )
-    draw = (chromium, *options, "--window-size=1280,800", f"--screenshot={picture.resolve()}", url)
-    subprocess.run(draw, check=True, capture_output=True, timeout=120)
-    dump = (chromium, *options, "--dump-dom", url)
-    return subprocess.run(dump, check=True, capture_output=True, text=True, timeout=120).stdout
+    command = [chromium, *options, url]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def _asv(command: str, *arguments: str, accept: int = 0) -> None:
