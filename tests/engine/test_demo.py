@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ubatch_guard.engine import demo, guarded
+from ubatch_guard.engine import comparison, demo
 from ubatch_guard.engine.config import EngineConfig
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.parallel import Ranks
@@ -86,7 +86,7 @@ def test_a_guarded_run_that_is_wrong_is_a_failure(
     def no_guard(rule: str, config: EngineConfig, model: DecoderModel, ranks: Ranks | None = None) -> Runner:
         return Runner(config, model, ranks)
 
-    monkeypatch.setattr(guarded, "make_runner", no_guard)
+    monkeypatch.setattr(comparison, "make_runner", no_guard)
     assert run("--device", "cpu", "--policy", "veto", "--json") == 1
     assert json.loads(capsys.readouterr().out.splitlines()[1])["wrong"] > 0
     assert run("--device", "cpu", "--policy", "vllm", "--json") == 0
@@ -96,7 +96,7 @@ def test_the_table_tells_the_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--device", "cpu", "--policy", "unguarded", "--policy", "reorder") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "fewshot: 40 requests, cpu, float64"
-    assert lines[1].split() == list(demo.Row.__dataclass_fields__)
+    assert lines[1].split() == list(comparison.FIELDS)
     assert [line.split()[0] for line in lines[2:5]] == ["whole", "unguarded", "reorder"]
     assert "13 requests read up to 42 blocks each" in lines[5]
 

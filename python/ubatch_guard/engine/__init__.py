@@ -25,6 +25,7 @@ Real parts, each small enough to read in one sitting. Imports go down this list:
 ``guarded``          the same runner under vLLM's rule, and with the guard dropped in
 ``llm_engine``       scheduler and runner in a loop
 ``timing``           step times under several rules, and the guard's share
+``comparison``       one workload under each rule: who answers wrongly
 ``demo``             ``ubatch-guard demo``
 ===================  ===========================================================================
 

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
-    from .llm_engine import EngineStats
-    from .model import DecoderModel
     from .parallel import Ranks
-    from .sanitizer import UnwrittenRead
-    from .workloads import Workload
 
 WORKLOADS = ("fewshot", "grpo", "rag", "requests")
 POLICIES = ("unguarded", "vllm", "veto", "reorder")
 GUARDED = ("veto", "reorder")
-
-
-@dataclasses.dataclass(slots=True)
-class Row:
-    """One run of the workload.
-
-    Attributes:
-        policy: ``whole``: no step is cut; or the rule by which steps are.
-        requests: Requests served.
-        wrong: Requests whose tokens differ from those of the whole run.
-        steps: Steps run.
-        eligible: Of those, large enough to be cut.
-        split: Cut.
-        vetoed: Eligible and not cut.
-        reordered: Brought into another order by the guard, large enough to be cut or not.
-        unwritten_reads: KV slots read before they were written, over all layers; None: nobody watched.
-    """
-
-    policy: str
-    requests: int
-    wrong: int
-    steps: int
-    eligible: int
-    split: int
-    vetoed: int
-    reordered: int
-    unwritten_reads: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, name: str, file: Path | None, device: str, ranks: Ranks) -> int:
+    from .comparison import compare, describe, heading, line
     from .config import EngineConfig, ParallelConfig
     from .llm_engine import load_model
     from .weights import read_config
@@ -154,131 +122,48 @@ def _run(args: argparse.Namespace, name: str, file: Path | None, device: str, ra
         sanitize=args.sanitize,
     )
     model = load_model(config, args.model, ranks)
-    share = workload.of_rank(ranks.rank, ranks.size)
-    printer = _Printer(args.json, ranks.rank == 0, workload.name, len(workload.requests), config)
+    leads = ranks.rank == 0
+    extra = {"workload": workload.name, "device": describe(device), "dtype": args.dtype}
+    if leads and not args.json:
+        where = f"{extra['device']}, {args.dtype}" + (f", {ranks.size} ranks" if ranks.size > 1 else "")
+        print(f"{workload.name}: {len(workload.requests)} requests, {where}\n{heading()}")
 
-    whole_config = dataclasses.replace(
-        config, parallel_config=dataclasses.replace(config.parallel_config, num_ubatches=1)
-    )
-    row, right, _ = _serve("whole", "unguarded", share, whole_config, model, ranks, None)
-    printer.print(row)
     status, story = 0, None
-    for policy in args.policy or POLICIES:
-        row, _, stats = _serve(policy, policy, share, config, model, ranks, right)
-        printer.print(row)
-        if policy == "unguarded":
-            story = stats
-        if policy in GUARDED and row.wrong:
-            status = 1
-    if story is not None and story.first_unsafe is not None:
-        printer.tell(*story.first_unsafe)
+    with contextlib.ExitStack() as screen:
+        progress = _progress_bar(screen) if leads and sys.stderr.isatty() else _no_progress
+        for run in compare(args.policy or POLICIES, workload, config, model, ranks, progress):
+            row = run.row
+            if leads:
+                print(json.dumps(asdict(row) | extra) if args.json else line(row), flush=True)
+            if row.policy in GUARDED and row.wrong:
+                status = 1
+            story = story or run.story()
+    if leads and story and not args.json:
+        print(story)
     return status
-
-
-def _serve(
-    policy: str,
-    rule: str,
-    workload: Workload,
-    config: EngineConfig,
-    model: DecoderModel,
-    ranks: Ranks,
-    right: dict[str, list[int]] | None,
-) -> tuple[Row, dict[str, list[int]], EngineStats]:
-    """One run on a fresh cache: its row, summed over the ranks; this rank's tokens and counts."""
-    import torch
-
-    from .guarded import make_runner
-    from .llm_engine import LLMEngine
-
-    engine = LLMEngine(config, make_runner(rule, config, model, ranks))
-    with _progress(policy, len(workload.requests), ranks.rank == 0) as advance:
-        outputs = engine.serve(workload.requests, advance)
-    wrong = sum(outputs[req_id] != tokens for req_id, tokens in (right or outputs).items())
-    guard = getattr(engine.runner, "ubatch_guard", None)
-    reordered = guard.counters.reordered if guard is not None else 0
-    stats = engine.stats
-    sums = torch.tensor([len(outputs), wrong, reordered, stats.unwritten_reads])
-    requests, wrong, reordered, unwritten = ranks.sum(sums).tolist()
-    row = Row(
-        policy,
-        requests,
-        wrong,
-        stats.steps,
-        stats.eligible,
-        stats.split,
-        stats.eligible - stats.split if config.parallel_config.use_ubatching else 0,
-        reordered,
-        unwritten if config.sanitize else None,
-    )
-    return row, outputs, stats
 
 
 def _threshold(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-class _Printer:
-    """Prints the rows on rank 0, as JSON lines or as a table that grows."""
-
-    def __init__(
-        self, as_json: bool, on: bool, workload: str, num_requests: int, config: EngineConfig
-    ) -> None:
-        self._as_json, self._on, self._workload = as_json, on, workload
-        self._fields = [field.name for field in dataclasses.fields(Row)]
-        self._device, self._dtype = _describe(config.device), config.dtype
-        if on and not as_json:
-            size = config.parallel_config.data_parallel_size
-            where = f"{self._device}, {self._dtype}" + (f", {size} ranks" if size > 1 else "")
-            print(f"{workload}: {num_requests} requests, {where}")
-            print("  ".join(f"{field:>9}" for field in self._fields))
-
-    def print(self, row: Row) -> None:
-        """Print a row."""
-        if not self._on:
-            return
-        values = dataclasses.asdict(row)
-        if self._as_json:
-            extra = {"workload": self._workload, "device": self._device, "dtype": self._dtype}
-            print(json.dumps(values | extra), flush=True)
-            return
-        cells = ("-" if values[field] is None else values[field] for field in self._fields)
-        widths = (max(9, len(field)) for field in self._fields)
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
-
-    def tell(self, step: int, reads: tuple[UnwrittenRead, ...]) -> None:
-        """Say what went wrong first on rank 0's unguarded run."""
-        if not self._on or self._as_json:
-            return
-        blocks = Counter(req_id for req_id, _ in {(read.req_id, read.block) for read in reads})
-        most = max(blocks.values())
-        print(
-            f"unguarded, step {step}: {len(blocks)} requests read up to {most} block{'s' * (most > 1)} each "
-            "that a later microbatch had still to write"
-        )
+def _no_progress(policy: str, num_requests: int) -> Callable[[int], None]:
+    return lambda finished: None
 
 
-def _describe(device: str) -> str:
-    """The device by name; torch calls a HIP device ``cuda`` too."""
-    import torch
-
-    if device == "cpu":
-        return "cpu"
-    kind = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return f"{torch.cuda.get_device_name(device)} ({kind})"
-
-
-@contextmanager
-def _progress(policy: str, num_requests: int, on: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over requests, on a terminal that has rich; yields what takes the number finished."""
-    if not on or not sys.stderr.isatty():
-        yield lambda finished: None
-        return
+def _progress_bar(screen: contextlib.ExitStack) -> Callable[[str, int], Callable[[int], None]]:
+    """A bar over the requests of each run; without rich there is none."""
     try:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
-        yield lambda finished: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+        return _no_progress
+    bar = screen.enter_context(Progress(console=Console(stderr=True), transient=True))
+
+    def start(policy: str, num_requests: int) -> Callable[[int], None]:
+        for task in bar.task_ids:
+            bar.remove_task(task)
         task = bar.add_task(policy, total=num_requests)
-        yield lambda finished: bar.update(task, completed=finished)
+        return lambda finished: bar.update(task, completed=finished)
+
+    return start
