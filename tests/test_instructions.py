@@ -70,7 +70,7 @@ def _per_id(counts: Counts, subject: str) -> float:
     return (counts[LONG, subject] - counts[SHORT, subject]) / ids
 
 
-@pytest.mark.parametrize(("name", "subject"), MOST, ids="-".join)
+@pytest.mark.parametrize(("name", "subject"), MOST)
 def test_a_check_stays_within_its_bound(counts: Counts, name: str, subject: str) -> None:
     # A count of nearly nothing would mean that the wrong function was counted.
     assert 1_000 < counts[name, subject] <= MOST[name, subject]
