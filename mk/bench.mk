@@ -5,6 +5,8 @@ bench: build  ## Time the guard against vLLM's own rule on this machine
 
 ASV := $(CURDIR)/$(BIN)/asv
 
+test: asv-check
+
 asv-check: build  ## Import every benchmark and see that asv can run it
 	cd benches && $(ASV) check -E existing:$(CURDIR)/$(BIN)/python
 
