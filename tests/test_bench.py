@@ -98,3 +98,11 @@ def test_the_table_names_every_case(
     out = capsys.readouterr().out
     assert out.count("decode256-shuffled") == 2
     assert "(>= 20)" in out
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1", "x"])
+def test_rounds_that_cannot_be_are_refused(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        _run("--rounds", rounds)
+    assert refused.value.code == 2
+    assert "--rounds" in capsys.readouterr().err

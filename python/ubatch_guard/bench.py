@@ -322,8 +322,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--all", action="store_true", help="also growth, upkeep and memory of the mirror")
     parser.add_argument(
-        "--rounds", type=int, default=15, help="samples that a median is taken of (default 15)"
+        "--rounds", type=_positive, default=15, help="samples that a median is taken of (default 15)"
     )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
