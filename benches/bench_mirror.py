@@ -25,10 +25,10 @@ class Upkeep:
 class Memory:
     """Bytes the mirror holds."""
 
-    params = ("mirror-bytes-per-block", "mirror-bytes-per-entry")
+    params = ("mirror-bytes-per-block", "mirror-bytes-per-entry", "mirror-bytes-per-entry-grown")
     param_names = ("part",)
     unit = "bytes"
-    version = "1"
+    version = "2"
 
     def track_memory(self, part: str) -> float:
         return {figure.case: figure.value for figure in memory()}[part]
