@@ -131,6 +131,12 @@ def test_bad_input_is_an_error_with_a_message(capsys: pytest.CaptureFixture[str]
         assert capsys.readouterr().err.startswith("ubatch-guard demo: ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA or HIP device")
+def test_a_device_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--device", "cuda") == 2
+    assert "no CUDA or HIP device" in capsys.readouterr().err
+
+
 def test_workloads_repeat() -> None:
     for make in SYNTHETIC.values():
         assert make(512, 3).requests == make(512, 3).requests

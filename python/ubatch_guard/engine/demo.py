@@ -83,15 +83,15 @@ def run(args: argparse.Namespace) -> int:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_num_threads(1)  # the tensors are small; more threads only wait for each other
-    device = device_of_rank(kind)
-    ranks = init_ranks(device)
     try:
+        device = device_of_rank(kind)
+        ranks = init_ranks(device)
         return _run(args, name, Path(files[0]) if files else None, str(device), ranks)
     except (OSError, ValueError) as error:
         print(f"ubatch-guard demo: {error}", file=sys.stderr)
         return 2
     finally:
-        if ranks.size > 1:
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 

@@ -66,9 +66,15 @@ class Ranks:
 
 
 def device_of_rank(kind: str) -> torch.device:
-    """The device that this rank runs on: ``cpu``, or one of the machine's ``cuda`` devices in turn."""
+    """The device that this rank runs on: ``cpu``, or one of the machine's ``cuda`` devices in turn.
+
+    Raises:
+        ValueError: The machine has no ``cuda`` device.
+    """
     if kind == "cpu":
         return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise ValueError("there is no CUDA or HIP device, or torch was built without")
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
