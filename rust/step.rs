@@ -273,7 +273,8 @@ impl Row<'_> {
 /// Where the rows of a batch come from.
 pub trait Tables {
     /// Whether the ids in the rows were checked when they came. What was not is checked wherever the step reads or
-    /// writes it, also where the answer does not depend on it.
+    /// writes it, also where the answer does not depend on it; only of the requests in front that are wholly settled the
+    /// caller vouches for the rows too, as long as they are asked for unsafe cuts alone.
     const TRUSTED: bool;
 
     /// The row of the request at a batch position. Both indices are within the batch and the groups.

@@ -73,9 +73,9 @@ MUTANTS = [
     ),
     Mutant(
         "hazard.rs",
-        "writes before the asked cuts: one too few",
-        "if request.offset >= from {",
-        "if request.offset + 1 >= from {",
+        "a write in the column of the first cut asked about left out",
+        "group.column(request.computed + (from - request.offset))",
+        "group.column(request.computed + (from - request.offset)) + 1",
     ),
     Mutant(
         "hazard.rs",
