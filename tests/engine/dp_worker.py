@@ -2,8 +2,9 @@
 
 Usage: dp_worker.py FOLDER RULES [die|hang STEP]
 
-Writes the tokens and the counts of this rank under each of the RULES to FOLDER/rank-N.json. With the last
-arguments the last rank meets its end in that step.
+Writes the tokens and the counts of this rank under each of the RULES to FOLDER/rank-N.json; the rule
+"recorded" cuts every step and compares guard and execution. With the last arguments the last rank meets its
+end in that step.
 """
 
 from __future__ import annotations
@@ -26,27 +27,38 @@ from ubatch_guard.engine.workloads import Workload
 
 sys.path.insert(0, str(Path(__file__).parent))
 from parallel_workload import parallel_workload
+from recording import RecordingRunner
 
 
 def serve(ranks: Ranks, rule: str, end: str, end_step: int) -> dict[str, Any]:
     config, requests = parallel_workload()
     parallel = replace(config.parallel_config, data_parallel_size=ranks.size, data_parallel_rank=ranks.rank)
     config = replace(config, parallel_config=parallel)
-    runner = make_runner(rule, config, load_model(config, None, ranks), ranks)
+    model = load_model(config, None, ranks)
+    runner = (
+        make_runner(rule, config, model, ranks)
+        if rule != "recorded"
+        else RecordingRunner(config, model, ranks)
+    )
     engine = LLMEngine(config, runner)
-    padded = []
+    padded, moved_cuts = [], 0
 
     def on_step(_: int) -> None:
-        padded.append(runner.last_step.num_tokens_padded)
+        nonlocal moved_cuts
+        report = runner.last_step
+        padded.append(report.num_tokens_padded)
+        moved_cuts += bool(report.cuts) and report.cuts != (report.num_tokens // 2,)
+        if isinstance(runner, RecordingRunner):
+            runner.verdict(runner.guard())
         if ranks.rank == ranks.size - 1 and engine.stats.steps == end_step:
             if end == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
 
     engine.serve(Workload("test", requests).of_rank(ranks.rank, ranks.size).requests, on_step)
-    names = ("steps", "idle_steps", "eligible", "split", "unwritten_reads")
+    names = ("steps", "idle_steps", "eligible", "split", "unwritten_reads", "unsafe_steps")
     counts = {name: getattr(engine.stats, name) for name in names}
-    return {"outputs": engine.outputs, "num_tokens_padded": padded, **counts}
+    return {"outputs": engine.outputs, "num_tokens_padded": padded, "moved_cuts": moved_cuts, **counts}
 
 
 def main(folder: Path, rules: list[str], end: str = "", end_step: int = -1) -> None:

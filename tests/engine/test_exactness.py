@@ -10,37 +10,24 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ubatch_guard.engine.config import EngineConfig, ModelConfig, ParallelConfig
-from ubatch_guard.engine.guarded import GuardedRunner, make_runner, step_of
+from ubatch_guard.engine.guarded import GuardedRunner, make_runner
 from ubatch_guard.engine.llm_engine import LLMEngine, load_model
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.runner import Runner
 from ubatch_guard.engine.workloads import WorkloadRequest
-from ubatch_guard.guard import Guard
-from ubatch_guard.kv_cache_groups import read_groups
 from ubatch_guard.reference import vllm_allows
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import Policy, Step
+from ubatch_guard.step import Policy
 
 from .random_workloads import random_workload
+from .recording import RecordingRunner
 
 NUM_WORKLOADS = 1000
 NUM_PARTS = 8
 _MODELS: dict[ModelConfig, DecoderModel] = {}
-
-
-class RecordingRunner(Runner):
-    """The runner without a guard; keeps the step that it was asked to vote on."""
-
-    step: Step | None = None
-
-    def _allow_microbatching(self, num_reqs: int, num_scheduled_tokens_np: npt.NDArray[np.int32]) -> bool:
-        self.step = step_of(self, num_scheduled_tokens_np)
-        return True
 
 
 def model_of(config: EngineConfig) -> DecoderModel:
@@ -63,23 +50,15 @@ def unguarded_run(
 ) -> None:
     """Compare guard and sanitizer step by step, and count what there was to see."""
     runner = RecordingRunner(config, model_of(config))
-    guard = Guard(read_groups(runner.kv_cache_config).groups, "veto")
+    guard = runner.guard()
     engine = LLMEngine(config, runner)
 
     def compare(_: int) -> None:
-        report, step = runner.last_step, runner.step
-        if not report.cuts:
-            assert not report.unwritten_reads
+        verdict = runner.verdict(guard)
+        if verdict is None:
             return
+        report, step = runner.last_step, runner.step
         assert step is not None
-        verdict = guard.decide(step, report.cuts)
-        assert verdict.allow == (not report.unwritten_reads), (step, report, verdict)
-        caught = {(read.req_id, read.block) for read in report.unwritten_reads}
-        for cut in report.cuts:
-            for unsafe in guard.decide(step, cut).unsafe:
-                # The culprits that the guard names are among those caught in the act.
-                assert (runner.input_batch.req_ids[unsafe.reader], unsafe.block) in caught
-
         vllm = vllm_allows(step, config.reorder_batch_threshold)
         seen["split steps"] += 1
         seen["unsafe steps"] += not verdict.allow
