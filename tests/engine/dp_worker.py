@@ -35,11 +35,8 @@ def serve(ranks: Ranks, rule: str, end: str, end_step: int) -> dict[str, Any]:
     parallel = replace(config.parallel_config, data_parallel_size=ranks.size, data_parallel_rank=ranks.rank)
     config = replace(config, parallel_config=parallel)
     model = load_model(config, None, ranks)
-    runner = (
-        make_runner(rule, config, model, ranks)
-        if rule != "recorded"
-        else RecordingRunner(config, model, ranks)
-    )
+    recorded = rule == "recorded"
+    runner = RecordingRunner(config, model, ranks) if recorded else make_runner(rule, config, model, ranks)
     engine = LLMEngine(config, runner)
     padded, moved_cuts = [], 0
 
