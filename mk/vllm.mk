@@ -8,6 +8,7 @@ OUTCOMES := .cache/vllm-outcomes
 
 vllm-env:  ## Make the environment with the real vLLM engine
 	scripts/make_vllm_env.sh $(VLLM_VENV)
+	scripts/fetch_vllm_releases.sh $(VLLM_VENV)
 	VIRTUAL_ENV=$(CURDIR)/$(VLLM_VENV) $(VLLM_BIN)/maturin develop -q --release
 	rm -rf $(OUTCOMES)
 

@@ -198,7 +198,8 @@ def _determine_batch_execution_and_padding(
     num_reqs, counts = step.arguments["num_reqs"], step.arguments["num_scheduled_tokens_np"]
     allowed = _allow_microbatching(runner, lambda *_: asked, num_reqs, counts)
     step.arguments["allow_microbatching"] = asked and allowed
-    return upstream(*step.args, **step.kwargs)
+    # By keyword: its parameters move from release to release.
+    return upstream(**step.arguments)
 
 
 def _finish_requests(runner: Any, upstream: Callable[..., Any], scheduler_output: Any) -> Any:

@@ -30,6 +30,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     )
 
 import dataclasses
+import functools
 import gc
 import types
 from collections.abc import Callable, Sequence
@@ -165,6 +166,7 @@ class Engine:
             "disable_log_stats": True,
             "seed": 0,
         }
+        _let_v1_cut()
         self.llm = vllm.LLM(str(model), **(settings | options))
         self.min_tokens = min_tokens
         self.runner = _find_runner(self.llm)
@@ -290,25 +292,47 @@ def _find_runner(llm: Any) -> Any:
     return executor.driver_worker.worker.model_runner
 
 
+def _let_v1_cut() -> None:
+    """Put the cut below whatever hooks the class later on: a runner with a ``cut_step`` decides by it."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    determine = GPUModelRunner._determine_batch_execution_and_padding
+    if getattr(determine, "lets_cut", False):
+        return
+
+    @functools.wraps(determine)
+    def determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decided = determine(self, *args, **kwargs)
+        cut_step = self.__dict__.get("cut_step")
+        return decided if cut_step is None else cut_step(decided, **kwargs)
+
+    determine_batch_execution_and_padding.lets_cut = True
+    GPUModelRunner._determine_batch_execution_and_padding = determine_batch_execution_and_padding
+
+
 def _microbatch_v1(engine: Engine) -> None:
     from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
     from vllm.v1.worker.ubatch_utils import is_last_ubatch_empty
 
     runner = engine.runner
-    determine = runner._determine_batch_execution_and_padding
     forward = runner._model_forward
 
-    def determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decided = determine(*args, **kwargs)
-        num_tokens, allowed = kwargs["num_tokens"], kwargs.get("allow_microbatching", True)
-        eligible = engine._note_step(self.input_batch.req_ids, num_tokens)
-        config, batch_desc = self.parallel_config, decided[1]
+    def cut_step(
+        decided: Any,
+        *,
+        num_tokens: int,
+        num_scheduled_tokens_np: Any,
+        allow_microbatching: bool = True,
+        **_: Any,
+    ) -> Any:
+        eligible = engine._note_step(runner.input_batch.req_ids, num_tokens)
+        config, batch_desc = runner.parallel_config, decided[1]
         if engine.vote is not None:
-            uniform = bool((kwargs["num_scheduled_tokens_np"] == 1).all())
-            split, padded = engine.vote(num_tokens, batch_desc.num_tokens, allowed, uniform)
+            uniform = bool((num_scheduled_tokens_np == 1).all())
+            split, padded = engine.vote(num_tokens, batch_desc.num_tokens, allow_microbatching, uniform)
             batch_desc = dataclasses.replace(batch_desc, num_tokens=padded)
         else:
-            split = config.use_ubatching and allowed and eligible
+            split = config.use_ubatching and allow_microbatching and eligible
             # The last microbatch has tokens: a step of at least min_tokens has more than its padding.
             assert not split or not is_last_ubatch_empty(
                 num_tokens, batch_desc.num_tokens, config.num_ubatches
@@ -333,9 +357,7 @@ def _microbatch_v1(engine: Engine) -> None:
                 outputs.append(forward(**inputs))
         return torch.cat(outputs)
 
-    runner._determine_batch_execution_and_padding = types.MethodType(
-        determine_batch_execution_and_padding, runner
-    )
+    runner.cut_step = cut_step
     runner._model_forward = types.MethodType(model_forward, runner)
     for group in (group for groups in runner.attn_groups for group in groups):
         group.create_metadata_builders(
