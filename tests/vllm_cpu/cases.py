@@ -13,7 +13,7 @@ from ubatch_guard.step import Policy
 def measure(
     engine: Engine, workload: Workload, threshold: int | None, record: outcomes.Recorder
 ) -> tuple[outcomes.Outcome, Counters]:
-    """Run the case, record it, and check what has to hold in every case: nobody answered wrongly under the guard.
+    """Run the case, record it, and check what holds in every case: no answer is wrong under the guard.
 
     Returns:
         The outcome, and the counters of the run with ``reorder``.

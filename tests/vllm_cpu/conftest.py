@@ -1,4 +1,4 @@
-"""Makes the modules beside this file importable, and keeps what the cases measured for the table of outcomes."""
+"""Makes the modules beside this file importable, and keeps what the cases measured for the table."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def record_outcome() -> Iterator[outcomes.Recorder]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     table = outcomes.as_markdown(outcomes.Recorder.measured)
-    if table:
+    if table or outcomes.Recorder.notes:
         terminalreporter.section("outcomes")
-        terminalreporter.write_line(table)
+        terminalreporter.write_line("\n".join([*outcomes.Recorder.notes, table]))

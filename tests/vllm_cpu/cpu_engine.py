@@ -1,8 +1,9 @@
 """The real vLLM engine on a CPU, with microbatches that are really run one after the other.
 
-vLLM cuts a step only where several data-parallel ranks agree, on a GPU. Here the same cut is made on the CPU: vLLM's
-own ``maybe_create_ubatch_slices`` and attention metadata per slice, then the model once per slice. Nothing else of
-the engine is changed: scheduler, prefix cache, persistent batch, order, vote and sampling are vLLM's.
+vLLM cuts a step only where several data-parallel ranks agree, on a GPU. Here the same cut is made on the
+CPU: vLLM's own ``maybe_create_ubatch_slices`` and attention metadata per slice, then the model once per
+slice. Nothing else of the engine is changed: scheduler, prefix cache, persistent batch, order, vote and
+sampling are vLLM's.
 
 Import this before vllm: it sets the environment that vllm reads at import.
 """
@@ -48,15 +49,18 @@ from ubatch_guard.step import Policy
 BLOCK_SIZE = 32
 Prompt = list[int]
 Vote = Callable[..., tuple[bool, int]]
-"""From tokens, padded tokens, this rank's vote and whether all are decodes, to the ranks' decision and padding."""
+"""From tokens, padded tokens, this rank's vote and whether all are decodes, to the decision and padding."""
 
 if TYPE_CHECKING:
     from workloads import Workload
 
 
 def save_tiny_model(folder: Path, *, sliding_window: int | None = None, seed: int = 0) -> Path:
-    """A Llama (with ``sliding_window``: a Gemma 3, windowed and full layers in turn) with weights large enough that
-    attention decides the tokens: under vLLM's dummy weights a hazard would change no logit."""
+    """A Llama, or with ``sliding_window`` a Gemma 3 whose layers have a window in turn.
+
+    Its weights are large enough that attention decides the tokens: under vLLM's dummy weights a hazard would
+    change no logit.
+    """
     torch.manual_seed(seed)
     common = {
         "vocab_size": 512,
@@ -116,8 +120,8 @@ class Steps:
 
     Attributes:
         steps: Steps that ran tokens.
-        eligible: Of two requests or more, and at least ``Engine.min_tokens`` tokens: those that would be cut if every
-            one were allowed.
+        eligible: Of two requests or more, and at least ``Engine.min_tokens`` tokens: those that would be
+            cut if every one were allowed.
         split: Those that were cut.
         orders: Request ids in batch order, of each eligible step.
     """

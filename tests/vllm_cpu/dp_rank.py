@@ -1,7 +1,8 @@
-"""One data-parallel rank: ``python dp_rank.py MODEL RANK RANKS PORT``; prints what became of each scenario as JSON.
+"""One data-parallel rank: ``python dp_rank.py MODEL RANK RANKS PORT``; prints what became of it as JSON.
 
-Each rank is a process with a real engine. The vote is vLLM's own ``coordinate_batch_across_dp`` over gloo; a rank
-without a request keeps the others company in it, as vLLM's idle ranks do by a dummy batch of one token.
+Each rank is a process with a real engine. The vote is vLLM's own ``coordinate_batch_across_dp`` over gloo;
+a rank without a request keeps the others company in it, as vLLM's idle ranks do by a dummy batch of one
+token.
 """
 
 from __future__ import annotations

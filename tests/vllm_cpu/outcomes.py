@@ -1,6 +1,6 @@
-"""The table of outcomes: per case, the requests answered wrongly and the steps split, under vLLM alone and the guard.
+"""The table of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
 
-``python tests/vllm_cpu/outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER.
+``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import ClassVar
 
 FOLDER_VARIABLE = "UBATCH_OUTCOMES"
+
+_PREAMBLE = """\
+Made by `make test-vllm`: vllm-cpu 0.32.0, a tiny random model, steps really cut into two microbatches
+that run one after the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest five
+(to 1e-5), are not those of the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +53,22 @@ class Recorder:
     """Keeps the outcomes of this process, and writes them where the environment says."""
 
     measured: ClassVar[list[Outcome]] = []
+    notes: ClassVar[list[str]] = []
+
+    def note(self, text: str) -> None:
+        """Something else that was measured, as a sentence."""
+        self.notes.append(text)
 
     def __call__(self, outcome: Outcome) -> None:
         self.measured.append(outcome)
 
     def save(self) -> None:
         folder = os.environ.get(FOLDER_VARIABLE)
-        if folder and self.measured:
+        if folder and (self.measured or self.notes):
             path = Path(folder) / f"{os.getpid()}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([asdict(outcome) for outcome in self.measured]))
+            said = {"outcomes": [asdict(outcome) for outcome in self.measured], "notes": self.notes}
+            path.write_text(json.dumps(said))
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
@@ -93,20 +104,13 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(folder: str, target: str) -> None:
-    outcomes = [
-        Outcome(**outcome)
-        for path in sorted(Path(folder).glob("*.json"))
-        for outcome in json.loads(path.read_text())
-    ]
+    said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    outcomes = [Outcome(**outcome) for process in said for outcome in process["outcomes"]]
+    notes = [note for process in said for note in process["notes"]]
     outcomes.sort(key=lambda o: (o.runner, o.case, o.threshold is not None, o.threshold or 0))
     assert outcomes, f"no outcomes in {folder}"
     Path(target).write_text(
-        "# Outcomes on the real vLLM engine\n\n"
-        "Made by `make test-vllm`: vllm-cpu 0.32.0, a tiny random model, steps of 64 tokens or more really cut into\n"
-        "two microbatches and run one after the other. A request counts as wrong when its tokens or the\n"
-        "log-probabilities of the likeliest five (1e-5) are not those of the whole run.\n\n"
-        + as_markdown(outcomes)
-        + "\n"
+        "\n\n".join(["# Outcomes on the real vLLM engine", _PREAMBLE, *notes, as_markdown(outcomes)]) + "\n"
     )
     print(as_markdown(outcomes))
 

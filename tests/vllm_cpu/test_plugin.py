@@ -1,4 +1,4 @@
-"""The plugin on vLLM's own classes: found, lazy, idempotent, undoable, loud; and a runner guarded by subclass."""
+"""The plugin on vLLM's own classes: found, lazy, idempotent, undoable, loud; and a guarded subclass."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_doctor(environment: dict[str, str], status: int) -> None:
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_subclass(version: str, tmp_path: Path) -> None:
-    """``class GuardedRunner(UBatchGuardMixin, CPUModelRunner)`` alone, and with the plugin on top; async scheduling."""
+    """``class GuardedRunner(UBatchGuardMixin, CPUModelRunner)`` alone and with the plugin; async."""
     script = Path(__file__).with_name("subclass_run.py")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(save_tiny_model(tmp_path / "llama")), version],

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -77,7 +76,7 @@ def test_more_microbatches(engine: Engine, num_ubatches: int) -> None:
     assert guarded.steps.split == guarded.steps.eligible
 
 
-def test_overhead(engine: Engine) -> None:
+def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
     """Steps per second with everything on, against the guard off, by turns: at least 0.98."""
     text = workloads.Text(9)
     workload = workloads.Workload("decodes")
@@ -92,5 +91,8 @@ def test_overhead(engine: Engine) -> None:
             seconds[mode].append((time.process_time() - started) / engine.steps.steps)
     # The least of each: what else runs on the machine only ever adds.
     off, reorder = (min(times) for times in seconds.values())
-    print(f"\nsteps/s: off {1 / off:.1f}, reorder {1 / reorder:.1f}, ratio {off / reorder:.3f}")
+    record_outcome.note(
+        f"Steps per second of CPU time: {1 / off:.1f} with the guard off, {1 / reorder:.1f} with `reorder`; "
+        f"ratio {off / reorder:.3f}."
+    )
     assert off / reorder >= 0.98

@@ -1,4 +1,4 @@
-"""Model Runner V1 with little room: chunked prefill, preemption, writers in the last slot, recorded and audited."""
+"""Model Runner V1 with little room: chunked prefill, preemption, writers in the last slot; the trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from outcomes import Recorder
 
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.audit import AuditOptions, audit_trace
-
 
 MIN_TOKENS = 8
 

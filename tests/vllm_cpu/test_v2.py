@@ -1,4 +1,4 @@
-"""Model Runner V2, its kernels in Triton's interpreter: vLLM has no guard here, and sorts readers before writers."""
+"""Model Runner V2 in Triton's interpreter: vLLM has no guard here, and sorts readers before writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM releases are guarded: before ``_allow_microbatching`` existed, since then, the newest; docs/vllm-versions.md."""
+"""Which vLLM releases are guarded: one before ``_allow_microbatching``, two since, and the newest wheel."""
 
 from __future__ import annotations
 

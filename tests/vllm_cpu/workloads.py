@@ -50,7 +50,7 @@ SUFFIXES = {"1": (1, 1), "20-60": (20, 60), "20-300": (20, 300)}
 
 
 def few_shot(suffix: str, prefix: int = 672, requests: int = 8) -> Workload:
-    """A burst over one few-shot prefix: the first to be scheduled writes it, all others read it in the same step."""
+    """A burst over one few-shot prefix: the first to be scheduled writes it, the others read it then."""
     text = Text(1)
     workload = Workload(f"few-shot, suffix {suffix}, writer first")
     shared = text.tokens(prefix)
@@ -60,8 +60,10 @@ def few_shot(suffix: str, prefix: int = 672, requests: int = 8) -> Workload:
 
 
 def few_shot_writer_last(suffix: str, prefix: int = 672, requests: int = 6) -> Workload:
-    """The writer sits in the last slot of the batch: short requests before it finish, and readers take their slots
-    while the writer is still at its second chunk."""
+    """The writer sits in the last slot of the batch.
+
+    Short requests before it finish, and readers take their slots while the writer is at its second chunk.
+    """
     text = Text(2)
     workload = Workload(f"few-shot, suffix {suffix}, writer last")
     shared = text.tokens(prefix)

@@ -1,0 +1,143 @@
+"""Groups and order constraints by vLLM's names; the specs here have the names and fields of vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ubatch_guard.kv_cache_groups import UnknownGroupError, read_groups
+from ubatch_guard.order_constraint import decode_phases, order_constraint
+from ubatch_guard.step import KVCacheGroup, OrderConstraint, Phase
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = 16
+    sliding_window: int | None = None
+    dcp_sharded: bool = True
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class SlidingWindowSpec:
+    block_size: int = 16
+    sliding_window: int = 100
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    block_size: int = 32
+    attention_chunk_size: int = 512
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = 1024
+
+
+class EncoderOnlyAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SinkFullAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, object] = field(default_factory=dict)
+
+
+def config(*specs: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_blocks=50, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    )
+
+
+def test_kinds() -> None:
+    read = read_groups(
+        config(FullAttentionSpec(), SlidingWindowSpec(), ChunkedLocalAttentionSpec(), MLAAttentionSpec())
+    )
+    assert read.indices == (0, 1, 2, 3)
+    assert read.groups == (
+        KVCacheGroup(16, 50),
+        KVCacheGroup(16, 50, sliding_window=100),
+        KVCacheGroup(32, 50, attention_chunk_size=512),
+        KVCacheGroup(16, 50),
+    )
+
+
+def test_a_window_in_a_full_group_may_be_that_of_some_layers_only() -> None:
+    assert read_groups(config(FullAttentionSpec(sliding_window=64))).groups == (KVCacheGroup(16, 50),)
+
+
+def test_groups_without_a_hazard_are_left_out_of_rows() -> None:
+    read = read_groups(config(MambaSpec(), FullAttentionSpec(), EncoderOnlyAttentionSpec()))
+    assert read.indices == (1,)
+    assert list(read.rows(([1], [2, 3], []))) == [[2, 3]]
+
+
+def test_a_column_spans_the_context_parallel_ranks() -> None:
+    sharded, replicated = FullAttentionSpec(), FullAttentionSpec(dcp_sharded=False)
+    read = read_groups(config(sharded, replicated), decode_context_parallel_size=4)
+    assert [group.tokens_per_column for group in read.groups] == [64, 16]
+
+
+def test_layers_of_one_kind() -> None:
+    layers = {"a": FullAttentionSpec(), "b": MLAAttentionSpec()}
+    assert read_groups(config(UniformTypeKVCacheSpecs(layers))).groups == (KVCacheGroup(16, 50),)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SinkFullAttentionSpec(),
+        UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(), "b": SlidingWindowSpec(sliding_window=7)}),
+        UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(), "b": SinkFullAttentionSpec()}),
+    ],
+)
+def test_what_is_not_understood_is_refused(spec: object) -> None:
+    with pytest.raises(UnknownGroupError):
+        read_groups(config(FullAttentionSpec(), spec))
+
+
+class FlashAttentionBackend:
+    pass
+
+
+class FlashMLABackend:
+    pass
+
+
+class AiterFlashAttentionBackend:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("backends", "threshold", "context_parallel", "constraint"),
+    [
+        ([FlashAttentionBackend], None, False, OrderConstraint.FREE),
+        ([], None, False, OrderConstraint.FREE),
+        ([FlashAttentionBackend, FlashMLABackend], 128, False, OrderConstraint.DECODES_LEAD),
+        ([FlashAttentionBackend], None, True, OrderConstraint.FIXED),
+        ([FlashAttentionBackend, AiterFlashAttentionBackend], 1, False, OrderConstraint.FIXED),
+    ],
+)
+def test_order_constraints(
+    backends: list[type], threshold: int | None, context_parallel: bool, constraint: OrderConstraint
+) -> None:
+    assert order_constraint(backends, threshold, context_parallel) is constraint
+
+
+def test_a_decode_has_run_before_and_is_short() -> None:
+    phases = decode_phases(
+        np.array([40, 40, 40, 0]), np.array([1, 1, 9, 1]), np.array([False, True, False, False]), threshold=4
+    )
+    assert phases.dtype == np.int8
+    assert phases.tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
