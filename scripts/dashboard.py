@@ -37,7 +37,12 @@ DEBIAN_PACKAGES = {
 """Where Debian has the libraries that asv's pages load from elsewhere; its Flot holds the plug-ins too."""
 OWN_AXIS_LABELS = "jquery.flot.axislabels.js"
 """asv's plug-in for what Debian's newer Flot does itself; both together write every label twice."""
-LEGEND_STYLE = "<style>.legendLayer .background { fill: white; stroke: silver; }</style>"
+ADAPTERS = """<style>.legendLayer .background { fill: white; stroke: silver; }</style>
+<script>
+const raised = {...[..."⁰¹²³⁴⁵⁶⁷⁸⁹"], "-": "⁻"};
+String.prototype.sup = function () { return this.replace(/./g, c => raised[c]); };
+</script>"""
+"""Its labels are SVG: a legend needs its colour said, and HTML for powers of ten shows as such."""
 SOME_FAILED = 2
 """asv's exit status when a benchmark failed, as those do that ask for more than an old commit has."""
 
@@ -97,7 +102,7 @@ def make_standalone(site: Path) -> list[str]:
             )
             lines.append(tag.format(name))
             if name.endswith(".css"):
-                lines.append(LEGEND_STYLE)
+                lines.append(ADAPTERS)
     index.write_text("\n".join(lines))
     return []
 
