@@ -175,6 +175,7 @@ impl Mirror {
         let rules = &self.checker.groups()[group];
         let staged = &mut self.staged[group];
         staged.clear();
+        staged.reserve(ids.size_hint().0);
         for (column, block) in ids.enumerate() {
             match i32::try_from(block) {
                 Ok(id) if id.cast_unsigned() < rules.num_blocks || rules.null_block == Some(block) => staged.push(id),
