@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -273,21 +274,25 @@ def run(crate: Path, target: Path, seconds: int = TEST_SECONDS) -> tuple[list[st
         "PROPTEST_MAX_SHRINK_ITERS": "0",
         "RUST_BACKTRACE": "0",
     }
+    # In a process group of its own, so that an endless test goes with the cargo that started it.
+    tests = subprocess.Popen(
+        TEST + OPTIONS,
+        cwd=crate,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            TEST + OPTIONS,
-            cwd=crate,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-        )
+        output, _ = tests.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(tests.pid, signal.SIGKILL)
+        tests.wait()
         return [f"no end within {seconds} s"], ""
-    failed = sorted(set(re.findall(r"^    (\S+::\S+)$", done.stdout, re.MULTILINE)))
-    if done.returncode and not failed:
-        return [], done.stdout or "failed without a word"
+    failed = sorted(set(re.findall(r"^    (\S+::\S+)$", output, re.MULTILINE)))
+    if tests.returncode and not failed:
+        return [], output or "failed without a word"
     return failed, ""
 
 
