@@ -108,6 +108,24 @@ def test_observing_counts_what_it_would_do() -> None:
     assert counters.verdicts == {("veto", "allow"): 1}
 
 
+def test_requests_that_come_again_under_their_names() -> None:
+    """The batch has the names and order it had, but the mirror has the requests in other places."""
+    runner = make_runner(Policy.VETO)
+    reading, writing = ([1, 2, 3, 4, 9], 64, 8), ([1, 2, 3, 4, 5], 0, 72)
+    assert vote(runner, step(new("a", *reading), new("b", *writing))) == (["a", "b"], False)
+    # Freed in both orders over the two rounds, so that in one of them the places are others.
+    for gone in (["a", "b"], ["b", "a"]):
+        for name in gone:
+            vote(runner, step(new(f"after {name}", [20], 0, 8), finished_req_ids={name}))
+        others = dict.fromkeys(f"after {name}" for name in gone)  # an ordered set
+        vote(runner, step(new("alone", [21], 0, 8), finished_req_ids=others))
+        again = step(new("a", *writing), new("b", *reading), finished_req_ids={"alone"})
+        assert vote(runner, again) == (["a", "b"], True)
+        slots = runner.ubatch_guard.mirror.slots(["a", "b"]).tolist()
+        assert runner.ubatch_guard._slots_in_order(["a", "b"]).tolist() == slots
+    assert runner.ubatch_guard.counters.vetoed == {"unsafe": 1}
+
+
 def test_a_failed_load_makes_a_running_request_a_reader() -> None:
     """Two requests share blocks whose KV was lost: the second relies on the first to compute them again."""
     runner = make_runner(Policy.VETO)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ubatch_guard._core import Mirror, UnknownRequestError
 from ubatch_guard.counters import Counters, Labels, default_export
@@ -121,6 +122,9 @@ class RunnerGuard:
         """Why the mirror cannot be relied on; None: it can."""
         self._not_understood: str | None = None
         self._step = _StepState()
+        self._slots_of: list[str] = []
+        self._slots = self.mirror.slots([])
+        """Handles of ``_slots_of``: most steps have the requests of the step before."""
         self._observed: object = None
         self._deltas = _Deltas()
         self._logged: set[str] = set()
@@ -235,7 +239,7 @@ class RunnerGuard:
             num_blocks_per_row: int32 or int64, shape ``[len(req_ids)]``.
         """
         found = self.mirror.first_difference(
-            self.mirror.slots(req_ids), group, block_table, num_blocks_per_row
+            self._slots_in_order(req_ids), group, block_table, num_blocks_per_row
         )
         if found is not None:
             row, column = found
@@ -279,6 +283,9 @@ class RunnerGuard:
             for req_id in getattr(scheduler_output, "preempted_req_ids", None) or ()
             if req_id in mirror and req_id not in scheduler_output.finished_req_ids
         ]
+        if finished or preempted:
+            # They may come again, in other slots.
+            self._slots_of = []
         for req_id in (*finished, *preempted):
             mirror.free(req_id)
         for request in scheduler_output.scheduled_new_reqs:
@@ -330,7 +337,7 @@ class RunnerGuard:
         if len(batch.req_ids) < 2:
             return True
         first_cut, last_cut = _cuts(batch)
-        slots = self.mirror.slots(batch.req_ids)
+        slots = self._slots_in_order(batch.req_ids)
         step = (slots, batch.num_computed_tokens, batch.num_scheduled_tokens)
         if self.mirror.is_safe(*step, first_cut, last_cut):
             return True
@@ -338,6 +345,12 @@ class RunnerGuard:
             for _, _, reader, *_ in self.mirror.unsafe_cuts(*step, first_cut, last_cut):
                 self._step.unsafe.add(self._kind(batch, reader))
         return False
+
+    def _slots_in_order(self, req_ids: Sequence[str]) -> npt.NDArray[np.int32]:
+        if self._slots_of != req_ids:
+            self._slots = self.mirror.slots(req_ids)
+            self._slots_of = list(req_ids)
+        return self._slots
 
     def _kind(self, batch: Batch, reader: int) -> str:
         if batch.req_ids[reader] not in self._step.new:
@@ -357,7 +370,10 @@ class RunnerGuard:
                 batch.num_computed_tokens, batch.num_scheduled_tokens, is_new, batch.decode_threshold
             )
         found = self.mirror.order(
-            self.mirror.slots(batch.req_ids), batch.num_computed_tokens, batch.num_scheduled_tokens, phases
+            self._slots_in_order(batch.req_ids),
+            batch.num_computed_tokens,
+            batch.num_scheduled_tokens,
+            phases,
         )
         if found is None:
             self._step.veto = Reason.NO_ORDER
@@ -376,6 +392,7 @@ class RunnerGuard:
             return
         with self.guarded("the mirror could not be made anew"):
             self.mirror.clear()
+            self._slots_of = []
             for req_id, rows in self._engine_rows():
                 self.mirror.add(req_id, self.groups.rows(rows))
             self._lost = None

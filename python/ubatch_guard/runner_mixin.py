@@ -158,7 +158,7 @@ def _may_reorder_batch(runner: Any, upstream: Callable[..., Any], scheduler_outp
     with guard.guarded("no order could be planned"):
         req_ids = runner.input_batch.req_ids
         counts = scheduler_output.num_scheduled_tokens
-        num_scheduled_tokens = np.fromiter((counts[req_id] for req_id in req_ids), np.int32, len(req_ids))
+        num_scheduled_tokens = np.fromiter(map(counts.__getitem__, req_ids), np.int32, len(req_ids))
         order = guard.plan(_v1_batch(runner, len(req_ids), num_scheduled_tokens))
     if order is not None:
         # The runner's own bookkeeping: what it raises is no matter of the guard's.
