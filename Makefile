@@ -42,7 +42,7 @@ lint: build  ## Formatting, linters, types, stubs
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml ubatch_guard._core
 
 test-rust:  ## Rust: unit tests, properties, exhaustive small scope
-	cargo test -q --release
+	cargo test -q --profile checked
 
 test-python: build  ## Python tests
 	$(BIN)/python -m pytest -q
