@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import prometheus_client
 import pytest
 
 from ubatch_guard.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -289,3 +290,17 @@ def test_the_trace_has_the_step(tmp_path: Path) -> None:
     assert first.vllm_allows
     assert second.finished == ("reader",)
     assert json.loads(guard.recorder.path.read_text().splitlines()[0])["block_sizes"] == [BLOCK]
+
+
+def test_counts_reach_the_log_and_prometheus(caplog: pytest.LogCaptureFixture) -> None:
+    def sample() -> float:
+        return prometheus_client.REGISTRY.get_sample_value("ubatch_guard_reordered_steps_total") or 0.0
+
+    runner = make_runner()
+    runner.ubatch_guard_settings = replace(runner.ubatch_guard_settings, log_interval=1e-9)
+    before = sample()
+    with caplog.at_level("INFO", logger="vllm.ubatch_guard"):
+        vote(runner, step(READER, WRITER))
+    assert "ubatch-guard (reorder): 1 steps" in caplog.text
+    assert "1 reordered (2 requests moved)" in caplog.text
+    assert sample() == before + 1

@@ -35,14 +35,16 @@ class EngineGroups:
     Attributes:
         indices: Their places among the engine's KV cache groups, ascending.
         groups: The groups themselves, one per index.
+        are_all: No group of the engine is left out.
     """
 
     indices: tuple[int, ...]
     groups: tuple[KVCacheGroup, ...]
+    are_all: bool = True
 
     def rows(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Of one row of block ids per engine group, those of ``groups``."""
-        if len(self.indices) == len(block_ids):
+        if self.are_all:
             return block_ids
         return [block_ids[index] for index in self.indices]
 
@@ -72,7 +74,9 @@ def read_groups(kv_cache_config: Any, decode_context_parallel_size: int = 1) -> 
         if (group := readings.pop()) is not None:
             indices.append(index)
             groups.append(group)
-    return EngineGroups(tuple(indices), tuple(groups))
+    return EngineGroups(
+        tuple(indices), tuple(groups), are_all=len(groups) == len(kv_cache_config.kv_cache_groups)
+    )
 
 
 def _read(spec: Any, num_blocks: int, decode_context_parallel_size: int) -> KVCacheGroup | None:

@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Batch:
         num_ubatches: Microbatches of a split step.
         decode_threshold: Longest query that the engine counts as a decode.
         order_constraint: Asked only when the step has an unsafe cut.
-        eligible: The engine's own token thresholds let it cut this step.
+        is_eligible: Whether the engine's own token thresholds let it cut this step; asked once, to count.
         any_cut: The step's token offsets are not those of the cut (they change after the vote), so every
             cut of the step has to be safe, which depends on the order alone.
     """
@@ -55,7 +54,7 @@ class Batch:
     num_ubatches: int
     decode_threshold: int
     order_constraint: Callable[[], OrderConstraint]
-    eligible: bool = True
+    is_eligible: Callable[[], bool]
     any_cut: bool = False
 
 
@@ -81,6 +80,27 @@ class _Deltas:
     new: list[tuple[str, int, list[list[int]]]] = field(default_factory=list)
     resumed: list[tuple[str, int, list[list[int]]]] = field(default_factory=list)
     appended: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+
+
+class _Guarded:
+    """The context manager of `RunnerGuard.guarded`; several a step, so without a generator's cost."""
+
+    __slots__ = ("_guard", "_what")
+
+    def __init__(self, guard: RunnerGuard, what: str) -> None:
+        self._guard = guard
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            return False
+        # A panic of the core is no Exception.
+        message = f"{self._what} ({type(error).__name__}: {error}); voting no"
+        self._guard.lose(_reason_of(error), message)
+        return True
 
 
 class RunnerGuard:
@@ -261,15 +281,9 @@ class RunnerGuard:
         every = self.settings.verify_every
         return every > 0 and self.counters.steps % every == 0 and self._doubt() is None
 
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
+    def guarded(self, what: str) -> _Guarded:
         """Log what the block raises, and doubt the mirror until it is made anew."""
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # A panic of the core is no Exception.
-            self.lose(_reason_of(error), f"{what} ({type(error).__name__}: {error}); voting no")
+        return _Guarded(self, what)
 
     # What follows may raise; the methods above catch it.
 
@@ -305,11 +319,10 @@ class RunnerGuard:
                 elif new_block_ids is not None:
                     mirror.append(req_id, rows_of(new_block_ids))
         else:
-            mirror.append_each(cached.req_ids, self._rows_of_each(cached.new_block_ids))
-
-    def _rows_of_each(self, block_ids: Sequence[Rows | None]) -> Sequence[Rows | None]:
-        rows_of = self.groups.rows
-        return [None if rows is None else rows_of(rows) for rows in block_ids]
+            block_ids = cached.new_block_ids
+            if not self.groups.are_all:
+                block_ids = [None if rows is None else rows_of(rows) for rows in block_ids]
+            mirror.append_each(cached.req_ids, block_ids)
 
     def _note_deltas(self, scheduler_output: Any, finished: list[str], preempted: list[str]) -> None:
         # Copies: the engine extends its lists in place.
@@ -400,7 +413,7 @@ class RunnerGuard:
     def _count(self, batch: Batch, safe: bool, reason: str, theirs: bool | None) -> None:
         counters = self.counters
         counters.steps += 1
-        eligible = batch.eligible and len(batch.req_ids) > 1
+        eligible = len(batch.req_ids) > 1 and batch.is_eligible()
         counters.eligible += eligible
         counters.eligible_allowed += eligible and safe
         counters.unsafe.update(self._step.unsafe)

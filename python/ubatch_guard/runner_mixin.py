@@ -288,7 +288,9 @@ def _v1_batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.i
         num_ubatches=max(2, getattr(config, "num_ubatches", 2)),
         decode_threshold=threshold or 1,
         order_constraint=lambda: _order_constraint(runner, threshold),
-        eligible=_eligible(config, num_scheduled_tokens, getattr(runner, "uniform_decode_query_len", 1)),
+        is_eligible=lambda: _eligible(
+            config, num_scheduled_tokens, getattr(runner, "uniform_decode_query_len", 1)
+        ),
         any_cut=_context_parallel(config, "prefill"),
     )
 
@@ -303,7 +305,7 @@ def _v2_batch(runner: Any, state: Any) -> Batch:
         num_ubatches=max(2, config.num_ubatches),
         decode_threshold=threshold,
         order_constraint=lambda: _order_constraint(runner, threshold),
-        eligible=_eligible(config, state.num_scheduled_tokens, threshold),
+        is_eligible=lambda: _eligible(config, state.num_scheduled_tokens, threshold),
         # Prefill context parallelism and adaptive verification deal the tokens out anew after the vote.
         any_cut=_context_parallel(config, "prefill")
         or getattr(runner, "adaptive_verification", None) is not None,

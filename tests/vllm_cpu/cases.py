@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import outcomes
 from cpu_engine import Engine, Run
-from workloads import Workload
+from workloads import Workload, few_shot
 
 from ubatch_guard.counters import Counters
 from ubatch_guard.step import Policy
@@ -64,3 +64,25 @@ def _every_request_once(run: Run, whole: Run) -> None:
     assert len(run.steps.orders) == len(whole.steps.orders)
     for mine, theirs in zip(run.steps.orders, whole.steps.orders, strict=True):
         assert sorted(name.split("-")[1] for name in mine) == sorted(name.split("-")[1] for name in theirs)
+
+
+def check_late_start(engine: Engine) -> None:
+    """A guard switched on while requests run loses one step, and knows them all from then on."""
+    workload = few_shot("20-60")
+    late = few_shot("20-60", seed=12)
+    for prompt in late.prompts:
+        workload.add(prompt, arrival=3)
+    engine.set(dbo=False, threshold=128)
+    whole = engine.run(workload)
+
+    def switch_on(step: int) -> None:
+        if step == 1:
+            engine.set(dbo=True, threshold=128, policy=Policy.REORDER, verify_every=1)
+
+    engine.set(dbo=False, threshold=128)
+    run = engine.run(workload, switch_on)
+    counters = engine.guard.counters
+    assert run.num_wrong(whole) == 0
+    assert counters.vetoed == {"unknown_request": 1}
+    assert counters.reordered == 1
+    assert counters.mirror_differences == 0

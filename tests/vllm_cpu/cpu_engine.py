@@ -233,8 +233,8 @@ class Engine:
         for cache in self.runner.kv_caches:
             cache.zero_()
 
-    def run(self, workload: Workload) -> Run:
-        """Answer a workload greedily on an empty cache."""
+    def run(self, workload: Workload, before_step: Callable[[int], None] | None = None) -> Run:
+        """Answer a workload greedily on an empty cache; ``before_step`` is told the number of each step."""
         import vllm
 
         self.forget()
@@ -252,6 +252,8 @@ class Engine:
                     temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False
                 )
                 engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            if before_step is not None:
+                before_step(step)
             for output in engine.step():
                 if output.finished:
                     done[output.request_id] = output

@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
-from cases import measure
+from cases import check_late_start, measure
 from cpu_engine import Engine, save_tiny_model
 from outcomes import Recorder
 
@@ -83,7 +83,7 @@ def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
     for _ in range(48):
         workload.add(text.tokens(64), max_tokens=64)
     seconds: dict[str, list[float]] = {"off": [], "reorder": []}
-    for _ in range(7):
+    for _ in range(12):
         for mode, policy in (("off", None), ("reorder", Policy.REORDER)):
             engine.set(dbo=True, threshold=1, policy=policy)
             started = time.process_time()
@@ -96,3 +96,7 @@ def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
         f"ratio {off / reorder:.3f}."
     )
     assert off / reorder >= 0.98
+
+
+def test_a_guard_switched_on_while_requests_run(engine: Engine) -> None:
+    check_late_start(engine)

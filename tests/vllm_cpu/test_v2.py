@@ -14,7 +14,7 @@ if importlib.util.find_spec("vllm") is None:
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import workloads
-from cases import measure
+from cases import check_late_start, measure
 from cpu_engine import Engine, save_tiny_model
 from outcomes import Recorder
 
@@ -86,3 +86,7 @@ def test_the_vote_reaches_dispatch(engine: Engine) -> None:
     assert {allowed for place, (_, allowed) in enumerate(votes) if place not in (0, len(votes) // 2)} == {
         True
     }
+
+
+def test_a_guard_switched_on_while_requests_run(engine: Engine) -> None:
+    check_late_start(engine)

@@ -49,9 +49,9 @@ class Text:
 SUFFIXES = {"1": (1, 1), "20-60": (20, 60), "20-300": (20, 300)}
 
 
-def few_shot(suffix: str, prefix: int = 672, requests: int = 8) -> Workload:
+def few_shot(suffix: str, prefix: int = 672, requests: int = 8, seed: int = 1) -> Workload:
     """A burst over one few-shot prefix: the first to be scheduled writes it, the others read it then."""
-    text = Text(1)
+    text = Text(seed)
     workload = Workload(f"few-shot, suffix {suffix}, writer first")
     shared = text.tokens(prefix)
     for _ in range(requests):
