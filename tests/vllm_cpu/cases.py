@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import outcomes
 from cpu_engine import Engine, Run
 from workloads import Workload, few_shot
@@ -86,3 +90,20 @@ def check_late_start(engine: Engine) -> None:
     assert counters.vetoed == {"unknown_request": 1}
     assert counters.reordered == 1
     assert counters.mirror_differences == 0
+
+
+@contextmanager
+def preemptions(engine: Engine) -> Iterator[list[str]]:
+    """The ids of the requests that the scheduler preempts meanwhile."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def note_preemption(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = note_preemption
+    try:
+        yield preempted
+    finally:
+        scheduler._preempt_request = preempt

@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
-from cases import measure
+from cases import measure, preemptions
 from cpu_engine import Engine, save_tiny_model
 from outcomes import Recorder
 
@@ -57,18 +57,9 @@ def test_chunked_prefill(engine: Engine, threshold: int | None, record_outcome: 
 
 
 @pytest.mark.parametrize("threshold", [None, 1, 128])
-def test_preemption(
-    engine: Engine, threshold: int | None, record_outcome: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def note_preemption(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", note_preemption)
-    outcome, _ = measure(engine, workloads.preemption(), threshold, record_outcome)
+def test_preemption(engine: Engine, threshold: int | None, record_outcome: Recorder) -> None:
+    with preemptions(engine) as preempted:
+        outcome, _ = measure(engine, workloads.preemption(), threshold, record_outcome)
     assert preempted
     assert outcome.reorder_split == outcome.eligible > 0
 

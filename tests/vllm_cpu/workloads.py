@@ -122,13 +122,13 @@ def chunked_prefill(groups: int = 6) -> Workload:
     return workload
 
 
-def preemption(requests: int = 14) -> Workload:
+def preemption(requests: int = 14, max_tokens: int = 130) -> Workload:
     """More answers than the blocks hold: requests are preempted, and come back to shared prefixes."""
     text = Text(7)
     workload = Workload("preemption")
     prefixes = [text.tokens(96) for _ in range(3)]
     for place in range(requests):
-        workload.add(prefixes[place % 3] + text.tokens(5, 60), max_tokens=130, arrival=place // 5)
+        workload.add(prefixes[place % 3] + text.tokens(5, 60), max_tokens=max_tokens, arrival=place // 5)
     return workload
 
 
