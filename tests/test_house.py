@@ -93,6 +93,14 @@ def test_one_rust_file_knows_python() -> None:
     assert [name for name in knowing if name != "lib.rs"] == ["py.rs"]
 
 
+def test_type_checkers_see_the_package_as_typed(tmp_path: Path) -> None:
+    use = tmp_path / "use.py"
+    use.write_text("import ubatch_guard\nreveal_type(ubatch_guard.feasible_cuts(4).first)\n")
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={tmp_path}", str(use)]
+    done = subprocess.run(mypy, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert 'Revealed type is "int"' in done.stdout.replace("builtins.", ""), done.stdout
+
+
 def test_the_readme_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks
