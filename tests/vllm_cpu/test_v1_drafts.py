@@ -43,7 +43,9 @@ def test_drafts(engine: Engine, threshold: int | None, record_outcome: Recorder)
     drafted = []
     take = engine.runner.take_draft_token_ids
     engine.runner.take_draft_token_ids = lambda: drafted.append(take()) or drafted[-1]
-    outcome, _ = measure(engine, workloads.repetitive(), threshold, record_outcome)
+    workload = workloads.repetitive()
+    workload.name += ", drafts"
+    outcome, _ = measure(engine, workload, threshold, record_outcome)
     engine.runner.take_draft_token_ids = take
     assert any(drafts for step in drafted if step is not None for drafts in step.draft_token_ids)
     assert outcome.reorder_split == outcome.eligible > 0

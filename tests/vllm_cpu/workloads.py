@@ -135,7 +135,7 @@ def preemption(requests: int = 14, max_tokens: int = 130) -> Workload:
 def repetitive(requests: int = 8) -> Workload:
     """Prompts that repeat themselves, so that n-gram drafts are proposed."""
     text = Text(8)
-    workload = Workload("n-gram drafts")
+    workload = Workload("repetitive")
     shared = text.tokens(320)
     for place in range(requests):
         phrase = text.tokens(6)
