@@ -167,7 +167,7 @@ class RunnerGuard:
 
     def plan(self, batch: Batch) -> Order | None:
         """The order to run ``batch`` in; None: leave it. Votes on nothing."""
-        if self.policy is not Policy.REORDER or self._doubt() or len(batch.req_ids) < 2:
+        if not self.may_plan or len(batch.req_ids) < 2:
             return None
         started = time.perf_counter_ns()
         order = None
@@ -236,6 +236,15 @@ class RunnerGuard:
         if self._lost:
             self._start_again()
         return False
+
+    @property
+    def may_plan(self) -> bool:
+        """An order is worth planning in the step under way.
+
+        A request reads what another writes in the same step only when it is new or resumed in it. (After a
+        failed KV load also later; the vote sees to that.) So most steps of a decoding engine need no plan.
+        """
+        return bool(self._step.new) and self.policy is Policy.REORDER and self._doubt() is None
 
     @property
     def step_open(self) -> bool:

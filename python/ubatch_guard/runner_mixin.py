@@ -152,7 +152,7 @@ def _update_states(runner: Any, upstream: Callable[..., Any], scheduler_output: 
 def _may_reorder_batch(runner: Any, upstream: Callable[..., Any], scheduler_output: Any) -> None:
     upstream(scheduler_output)
     guard = runner_guard(runner)
-    if guard is None or not _microbatches(runner):
+    if guard is None or not guard.may_plan or not _microbatches(runner):
         return
     order = None
     with guard.guarded("no order could be planned"):
