@@ -40,10 +40,11 @@ class Batch:
         req_ids: The requests.
         num_computed_tokens: int32 or int64, shape ``[num_reqs]``.
         num_scheduled_tokens: int32 or int64, shape ``[num_reqs]``.
+        num_tokens: Their sum.
         num_ubatches: Microbatches of a split step.
         decode_threshold: Longest query that the engine counts as a decode.
         order_constraint: Asked only when the step has an unsafe cut.
-        is_eligible: Whether the engine's own token thresholds let it cut this step; asked once, to count.
+        eligible: The engine's own token thresholds let it cut this step.
         any_cut: The step's token offsets are not those of the cut (they change after the vote), so every
             cut of the step has to be safe, which depends on the order alone.
     """
@@ -51,10 +52,11 @@ class Batch:
     req_ids: Sequence[str]
     num_computed_tokens: IntArray
     num_scheduled_tokens: IntArray
+    num_tokens: int
     num_ubatches: int
     decode_threshold: int
     order_constraint: Callable[[], OrderConstraint]
-    is_eligible: Callable[[], bool]
+    eligible: bool
     any_cut: bool = False
 
 
@@ -422,7 +424,7 @@ class RunnerGuard:
     def _count(self, batch: Batch, safe: bool, reason: str, theirs: bool | None) -> None:
         counters = self.counters
         counters.steps += 1
-        eligible = len(batch.req_ids) > 1 and batch.is_eligible()
+        eligible = batch.eligible and len(batch.req_ids) > 1
         counters.eligible += eligible
         counters.eligible_allowed += eligible and safe
         counters.unsafe.update(self._step.unsafe)
@@ -507,8 +509,7 @@ def _cuts(batch: Batch) -> tuple[int | None, int | None]:
     """First and last cut that the vote can end in: `step.feasible_cuts` without its checks and objects."""
     if batch.any_cut:
         return None, None
-    num_tokens = int(batch.num_scheduled_tokens.sum())
-    return max(1, num_tokens // batch.num_ubatches), num_tokens - 1
+    return max(1, batch.num_tokens // batch.num_ubatches), batch.num_tokens - 1
 
 
 def _reason_of(error: BaseException) -> str:

@@ -281,16 +281,17 @@ def _v1_batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.i
     input_batch = runner.input_batch
     threshold = getattr(runner, "reorder_batch_threshold", None)
     config = getattr(runner, "parallel_config", None)
+    num_tokens = int(num_scheduled_tokens.sum())
+    decode_query_len = getattr(runner, "uniform_decode_query_len", 1)
     return Batch(
         req_ids=input_batch.req_ids[:num_reqs],
         num_computed_tokens=input_batch.num_computed_tokens_cpu[:num_reqs],
         num_scheduled_tokens=num_scheduled_tokens,
+        num_tokens=num_tokens,
         num_ubatches=max(2, getattr(config, "num_ubatches", 2)),
         decode_threshold=threshold or 1,
         order_constraint=lambda: _order_constraint(runner, threshold),
-        is_eligible=lambda: _eligible(
-            config, num_scheduled_tokens, getattr(runner, "uniform_decode_query_len", 1)
-        ),
+        eligible=_eligible(config, num_tokens, num_scheduled_tokens, decode_query_len),
         any_cut=_context_parallel(config, "prefill"),
     )
 
@@ -298,14 +299,17 @@ def _v1_batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.i
 def _v2_batch(runner: Any, state: Any) -> Batch:
     config = runner.parallel_config
     threshold = runner.decode_query_len
+    # Adaptive verification trims ``state.num_tokens`` below the sum.
+    num_tokens = int(state.num_scheduled_tokens.sum())
     return Batch(
         req_ids=state.req_ids,
         num_computed_tokens=runner.req_states.num_computed_tokens_np[state.idx_mapping_np],
         num_scheduled_tokens=state.num_scheduled_tokens,
+        num_tokens=num_tokens,
         num_ubatches=max(2, config.num_ubatches),
         decode_threshold=threshold,
         order_constraint=lambda: _order_constraint(runner, threshold),
-        is_eligible=lambda: _eligible(config, state.num_scheduled_tokens, threshold),
+        eligible=_eligible(config, num_tokens, state.num_scheduled_tokens, threshold),
         # Prefill context parallelism and adaptive verification deal the tokens out anew after the vote.
         any_cut=_context_parallel(config, "prefill")
         or getattr(runner, "adaptive_verification", None) is not None,
@@ -324,12 +328,15 @@ def _context_parallel(config: Any, kind: str) -> bool:
 
 
 def _eligible(
-    config: Any, num_scheduled_tokens: npt.NDArray[np.int32], uniform_decode_query_len: int
+    config: Any, num_tokens: int, num_scheduled_tokens: npt.NDArray[np.int32], decode_query_len: int
 ) -> bool:
     """Whether the step is large enough for vLLM to cut (``ubatch_utils.check_ubatch_thresholds``)."""
-    uniform = bool((num_scheduled_tokens == uniform_decode_query_len).all())
-    name = "dbo_decode_token_threshold" if uniform else "dbo_prefill_token_threshold"
-    return int(num_scheduled_tokens.sum()) >= getattr(config, name, 0)
+    decode_tokens = getattr(config, "dbo_decode_token_threshold", 0)
+    prefill_tokens = getattr(config, "dbo_prefill_token_threshold", 0)
+    if (num_tokens >= decode_tokens) is (num_tokens >= prefill_tokens):
+        return bool(num_tokens >= decode_tokens)
+    uniform_decode = bool((num_scheduled_tokens == decode_query_len).all())
+    return bool(num_tokens >= (decode_tokens if uniform_decode else prefill_tokens))
 
 
 def _permuted(state: Any, permutation: tuple[int, ...]) -> Any:
