@@ -89,7 +89,7 @@ def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
         workload.add(text.tokens(64), max_tokens=40)
     seconds: dict[Policy | None, list[float]] = {None: [], Policy.REORDER: []}
     ratio, turn = 0.0, 0
-    while turn < 12 or (ratio < 0.98 and turn < 48):
+    while turn < 12 or (ratio < 0.98 and turn < 120):
         for policy in seconds if turn % 2 else reversed(seconds):
             engine.set(dbo=True, threshold=1, policy=policy)
             starts: list[float] = []
