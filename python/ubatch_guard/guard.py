@@ -63,7 +63,7 @@ class Guard:
         self._checker = Checker(self.groups)
 
     def is_safe(self, step: Step | MirroredStep, cuts: CutRange | None = None) -> bool:
-        """Whether no cut among ``cuts`` is unsafe; the hot path of a runner.
+        """Whether no cut among ``cuts`` is unsafe.
 
         Args:
             step: The step.

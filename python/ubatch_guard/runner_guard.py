@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ubatch_guard._core import Mirror, UnknownRequestError
+from ubatch_guard._core import Mirror
 from ubatch_guard.counters import Counters, Labels, default_export
 from ubatch_guard.kv_cache_groups import EngineGroups
 from ubatch_guard.order_constraint import decode_phases
@@ -514,7 +514,5 @@ def _cuts(batch: Batch) -> tuple[int | None, int | None]:
 
 def _reason_of(error: BaseException) -> str:
     """A label for an error: its class in snake case, ``UnknownRequestError`` -> ``unknown_request``."""
-    if isinstance(error, UnknownRequestError):
-        return "unknown_request"
     name = type(error).__name__.removesuffix("Error").removesuffix("Exception")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
