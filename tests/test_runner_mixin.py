@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +138,53 @@ def test_a_failed_load_makes_a_running_request_a_reader() -> None:
     again = step(running={"second": (72, 1, None), "first": (0, 72, None)})
     assert vote(runner, again) == (["second", "first"], False)
     assert runner.ubatch_guard.counters.unsafe == {"running": 1}
+
+
+def loading(scheduled: SchedulerOutput) -> SimpleNamespace:
+    """The same step of an engine that loads KV through a connector."""
+    said = {field.name: getattr(scheduled, field.name) for field in fields(scheduled)}
+    return SimpleNamespace(**said, kv_connector_metadata=())
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("threshold", [None, 1, 8])
+def test_after_a_failed_load_the_step_is_reordered(threshold: int | None, tokens: int) -> None:
+    """Also when the second is as short as a decode; a real decode stays in front of both."""
+    runner = make_runner(threshold=threshold)
+    vote(runner, loading(step(new("decode", [20, 21], 0, 20))))
+    first, second = new("first", [1, 2, 3, 4, 5], 0, 72), new("second", [1, 2, 3, 4, 9], 64, tokens)
+    assert vote(runner, loading(step(first, second, running={"decode": (20, 1, None)})))[1]
+    counters = runner.ubatch_guard.counters
+    reordered = counters.reordered
+    # Both are scheduled as they were: no answer of theirs was taken.
+    running = {"decode": (21, 1, None), "second": (64, tokens, None), "first": (0, 72, None)}
+    if threshold is None:
+        # The engine's own order would put the second in front.
+        runner.input_batch.swap_states(1, 2)
+    order, allowed = vote(runner, loading(step(running=running)))
+    assert (order, allowed) == (["decode", "first", "second"], True)
+    assert counters.unsafe["running"] == 1
+    assert counters.reordered == reordered + 1
+    # The step after that has nothing to plan.
+    running = {"decode": (22, 1, None), "second": (64 + tokens, 1, None), "first": (72, 1, None)}
+    assert vote(runner, loading(step(running=running)))[1]
+    assert not runner.ubatch_guard.may_plan
+
+
+def test_who_is_set_back_is_known_across_finishing_and_preemption() -> None:
+    """A request that comes again under its name, or from a preemption, starts where it says."""
+    runner = make_runner()
+    vote(runner, loading(step(new("a", [1, 2], 0, 20), new("b", [3, 4], 0, 20))))
+    vote(runner, loading(step(running={"a": (20, 1, None)}, preempted_req_ids={"b"})))
+    assert not runner.ubatch_guard.may_plan
+    vote(runner, loading(step(new("c", [9], 0, 8), finished_req_ids={"a"})))
+    vote(runner, loading(step(new("a", [5, 6], 0, 20), finished_req_ids={"c"})))
+    back = step(running={"a": (20, 1, None), "b": (0, 20, [7, 8])}, resumed={"b"})
+    vote(runner, loading(back))
+    vote(runner, loading(step(running={"a": (21, 1, None), "b": (20, 1, None)})))
+    assert not runner.ubatch_guard.may_plan
+    vote(runner, loading(step(running={"a": (21, 1, None), "b": (21, 1, None)})))
+    assert runner.ubatch_guard.may_plan
 
 
 def test_resumed_and_preempted_rows_are_replaced() -> None:

@@ -66,6 +66,8 @@ class _StepState:
 
     new: set[str] = field(default_factory=set)
     """Requests that are new or resumed in it."""
+    set_back: set[str] = field(default_factory=set)
+    """Running requests that a failed KV load keeps from getting on: they may read what another recomputes."""
     unsafe: set[str] = field(default_factory=set)
     """Kinds of readers that an unsafe cut was found for, before any reordering."""
     veto: Reason = Reason.UNSAFE
@@ -148,6 +150,8 @@ class RunnerGuard:
         self._slots = self.mirror.slots([])
         """Handles of ``_slots_of``: most steps have the requests of the step before."""
         self._observed: object = None
+        self._num_computed_tokens: dict[str, int] = {}
+        """Where the requests stood when they were last scheduled, in an engine that loads KV."""
         self._deltas = _Deltas()
         self._logged: set[str] = set()
         self._asking_engine = False
@@ -243,10 +247,11 @@ class RunnerGuard:
     def may_plan(self) -> bool:
         """An order is worth planning in the step under way.
 
-        A request reads what another writes in the same step only when it is new or resumed in it. (After a
-        failed KV load also later; the vote sees to that.) So most steps of a decoding engine need no plan.
+        A request reads what another writes in the same step only when it is new or resumed in it, or when a
+        failed KV load has set it back. So most steps of a decoding engine need no plan.
         """
-        return bool(self._step.new) and self.policy is Policy.REORDER and self._doubt() is None
+        may_read = self._step.new or self._step.set_back
+        return bool(may_read) and self.policy is Policy.REORDER and self._doubt() is None
 
     @property
     def step_open(self) -> bool:
@@ -334,6 +339,26 @@ class RunnerGuard:
             if not self.groups.are_all:
                 block_ids = [None if rows is None else rows_of(rows) for rows in block_ids]
             mirror.append_each(cached.req_ids, block_ids)
+        # Only an engine with a KV connector has loads that fail.
+        if getattr(scheduler_output, "kv_connector_metadata", None) is not None:
+            self._find_set_back(scheduler_output, (*finished, *preempted))
+
+    def _find_set_back(self, scheduler_output: Any, gone: Iterable[str]) -> None:
+        """Find the running requests that did not get on since they were last scheduled.
+
+        After a failed load the scheduler lets each affected request run again
+        (``_update_requests_with_invalid_blocks``): the first holder of a lost block from that block on, the
+        others from where they stood, as if they had it.
+        """
+        before, cached = self._num_computed_tokens, scheduler_output.scheduled_cached_reqs
+        for req_id in gone:
+            before.pop(req_id, None)
+        for req_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if num_computed_tokens <= before.get(req_id, -1) and req_id not in self._step.new:
+                self._step.set_back.add(req_id)
+            before[req_id] = num_computed_tokens
+        for request in scheduler_output.scheduled_new_reqs:
+            before[request.req_id] = request.num_computed_tokens
 
     def _note_deltas(self, scheduler_output: Any, finished: list[str], preempted: list[str]) -> None:
         # Copies: the engine extends its lists in place.
@@ -389,9 +414,12 @@ class RunnerGuard:
             return None
         phases = None
         if constraint is OrderConstraint.DECODES_LEAD:
-            is_new = np.fromiter((req_id in self._step.new for req_id in batch.req_ids), np.bool_)
+            may_read = self._step.new | self._step.set_back
             phases = decode_phases(
-                batch.num_computed_tokens, batch.num_scheduled_tokens, is_new, batch.decode_threshold
+                batch.num_computed_tokens,
+                batch.num_scheduled_tokens,
+                np.fromiter((req_id in may_read for req_id in batch.req_ids), np.bool_),
+                batch.decode_threshold,
             )
         found = self.mirror.order(
             self._slots_in_order(batch.req_ids),
@@ -417,6 +445,7 @@ class RunnerGuard:
         with self.guarded("the mirror could not be made anew"):
             self.mirror.clear()
             self._slots_of = []
+            self._num_computed_tokens.clear()
             for req_id, rows in self._engine_rows():
                 self.mirror.add(req_id, self.groups.rows(rows))
             self._lost = None

@@ -27,7 +27,8 @@ A runner of the V1 shape (``vllm/v1/worker/gpu_model_runner.py``) has
 and ``scheduler_output`` has vLLM's ``scheduled_new_reqs`` (``req_id``, ``block_ids``,
 ``num_computed_tokens``), ``scheduled_cached_reqs`` (``req_ids``, ``new_block_ids``,
 ``num_computed_tokens``, ``resumed_req_ids``), ``num_scheduled_tokens``, ``finished_req_ids`` and, if it has
-any, ``preempted_req_ids``.
+any, ``preempted_req_ids``, and, if it loads KV, so that a load can fail, a ``kv_connector_metadata`` that is
+not None.
 
 A runner of the V2 shape (``vllm/v1/worker/gpu/model_runner.py``) has ``finish_requests(scheduler_output)``,
 called first in a step; ``gather_batch_req_state(scheduler_output, dummy_run)``, which answers the batch as
