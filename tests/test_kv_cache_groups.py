@@ -119,6 +119,11 @@ class AiterFlashAttentionBackend:
     pass
 
 
+def chunked(backend: type) -> type:
+    """As vLLM makes a backend for chunked local attention from another one."""
+    return type(f"ChunkedLocalAttention_8192_{backend.__name__}", (backend,), {})
+
+
 @pytest.mark.parametrize(
     ("backends", "threshold", "context_parallel", "constraint"),
     [
@@ -127,6 +132,9 @@ class AiterFlashAttentionBackend:
         ([FlashAttentionBackend, FlashMLABackend], 128, False, OrderConstraint.DECODES_LEAD),
         ([FlashAttentionBackend], None, True, OrderConstraint.FIXED),
         ([FlashAttentionBackend, AiterFlashAttentionBackend], 1, False, OrderConstraint.FIXED),
+        ([FlashAttentionBackend, chunked(FlashAttentionBackend)], None, False, OrderConstraint.FREE),
+        ([chunked(FlashMLABackend)], 128, False, OrderConstraint.DECODES_LEAD),
+        ([chunked(AiterFlashAttentionBackend)], 1, False, OrderConstraint.FIXED),
     ],
 )
 def test_order_constraints(

@@ -8,6 +8,9 @@ order it was given.
 - Builders with one find the decodes by ``split_decodes_and_prefills``: those before the first longer query.
   A short request behind that is simply treated as a prefill, so the decodes have to lead and the rest is
   free.
+- A backend for chunked local attention is made from another one, whose builder gets the chunks of a request
+  as requests, in the order of the batch (``make_local_attention_virtual_batches``): what the other takes goes
+  for it as well.
 - ``split_decodes_prefills_and_extends`` (``AiterFlashAttentionBackend``, and ``FlashAttentionBackend`` under
   decode context parallelism, by ``v1/worker/cp_utils.py``) wants three sections, with the readers of a prefix
   (extends) before its writers (prefills): no order helps there.
@@ -15,6 +18,7 @@ order it was given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,10 +52,13 @@ _DECODES_MAY_LEAD = frozenset(
 )
 """Backends that take any order, or any order behind their decodes."""
 
+_CHUNKED_LOCAL = re.compile(r"^ChunkedLocalAttention_\d+_")
+"""How a backend that was made from another one is named: this, and the other's name."""
+
 
 def takes_any_order(backend: str) -> bool:
     """Whether a backend, by its class name, takes any order behind its decodes."""
-    return backend in _DECODES_MAY_LEAD
+    return _CHUNKED_LOCAL.sub("", backend) in _DECODES_MAY_LEAD
 
 
 def order_constraint(
@@ -73,13 +80,14 @@ def order_constraint(
 def decode_phases(
     num_computed_tokens: IntArray,
     num_scheduled_tokens: IntArray,
-    is_new: npt.NDArray[np.bool_],
+    may_read: npt.NDArray[np.bool_],
     threshold: int,
 ) -> npt.NDArray[np.int8]:
     """int8, shape ``[num_reqs]``: `Phase.DECODE` for the requests that have to lead, else `Phase.PREFILL`.
 
-    A decode has run before (it is not in ``is_new``), so its prefix was written in earlier steps, and runs at
-    most ``threshold`` tokens. A new request as short as that is none: it may have to follow its writer.
+    A decode runs at most ``threshold`` tokens, and its prefix was written in earlier steps. A request as
+    short as that which ``may_read`` what is written in this step (it is new, or set back by a failed KV load)
+    is none: it may have to follow its writer.
     """
-    decode = ~is_new & (num_computed_tokens > 0) & (num_scheduled_tokens <= threshold)
+    decode = ~may_read & (num_computed_tokens > 0) & (num_scheduled_tokens <= threshold)
     return np.where(decode, Phase.DECODE, Phase.PREFILL).astype(np.int8)
