@@ -1,93 +1,144 @@
-"""The mirror against the reference over runs of a made-up engine: rows come, grow, change and go."""
+"""The mirror against the reference while a made-up scheduler works: rows come, grow, change and go."""
 
 from __future__ import annotations
 
-from random import Random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ubatch_guard import reference
 from ubatch_guard._core import Checker, Mirror
 from ubatch_guard.step import CutRange, KVCacheGroup, Step, UnsafeCuts
 
 NUM_BLOCKS = 40
-STEPS = 40
+MOST_REQUESTS = 8
+many = settings(max_examples=150, stateful_step_count=40)
+
+Rows = list[list[int]]
+blocks = st.integers(0, NUM_BLOCKS - 1) | st.just(0)
+"""Free ones, blocks of rows that went, and now and then one that somebody holds, the null block too."""
 
 
-class Engine:
-    """Live requests and their rows, changed at random, with a mirror that is told of it.
+@st.composite
+def groups(draw: st.DrawFn) -> KVCacheGroup:
+    kind = draw(st.sampled_from(["full", "full", "window", "chunk"]))
+    return KVCacheGroup(
+        tokens_per_column=draw(st.integers(1, 4)),
+        num_blocks=NUM_BLOCKS,
+        sliding_window=draw(st.integers(1, 10)) if kind == "window" else None,
+        attention_chunk_size=draw(st.integers(1, 10)) if kind == "chunk" else None,
+        null_block=draw(st.sampled_from([0, 0, None])),
+    )
 
-    New rows take leading blocks of live rows, as prefix caching has it, and other blocks from anywhere: free
-    ones, blocks of rows that went, and now and then one that somebody holds.
-    """
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
-        self.groups = tuple(
-            KVCacheGroup(
-                tokens_per_column=random.choice([1, 2, 3, 4]),
-                num_blocks=NUM_BLOCKS,
-                sliding_window=random.randint(1, 10) if kind == "window" else None,
-                attention_chunk_size=random.randint(1, 10) if kind == "chunk" else None,
-                null_block=random.choice([0, 0, None]),
-            )
-            for kind in random.choices(["full", "full", "window", "chunk"], k=random.choice([1, 1, 2, 3]))
-        )
-        self.mirror = Mirror(self.groups)
-        self.rows: dict[str, list[list[int]]] = {}
-        self.named = 0
+class Scheduler(RuleBasedStateMachine):
+    """Live requests and their rows, with a mirror that is told of each change."""
 
-    def _blocks(self, count: int) -> list[int]:
-        return [self.random.randrange(NUM_BLOCKS) for _ in range(count)]
+    make_mirror: Callable[[Sequence[KVCacheGroup]], Mirror] = staticmethod(Mirror)
 
-    def _new_rows(self) -> list[list[int]]:
-        rows = []
-        donor = self.random.choice(list(self.rows.values())) if self.rows else None
-        for group in range(len(self.groups)):
-            shared = [] if donor is None else donor[group][: self.random.randint(0, len(donor[group]))]
-            rows.append(shared + self._blocks(self.random.randint(0, 4)))
-        return rows
+    @initialize(groups=st.lists(groups(), min_size=1, max_size=3))
+    def start(self, groups: list[KVCacheGroup]) -> None:
+        self.groups = tuple(groups)
+        self.mirror = self.make_mirror(groups)
+        self.checker = Checker(groups)
+        self.rows: dict[str, Rows] = {}
+        self.num_named = 0
 
-    def change(self) -> None:
-        """Some of what a scheduler does between two steps."""
-        for request_id in [r for r in self.rows if self.random.random() < 0.1]:
-            del self.rows[request_id]
-            self.mirror.free(request_id)
-        for request_id in [r for r in self.rows if self.random.random() < 0.05]:
-            self.rows[request_id] = self._new_rows()
-            self.mirror.replace(request_id, self.rows[request_id])
-        while len(self.rows) < 8 and self.random.random() < 0.5:
-            request_id = f"r{self.named}"
-            self.named += 1
-            rows = self._new_rows()
-            self.rows[request_id] = rows
-            self.mirror.add(request_id, [np.array(row, dtype=np.int32) for row in rows])
-        growing = [r for r in self.rows if self.random.random() < 0.3]
+    def _new_rows(self, draw: st.DrawFn) -> Rows:
+        """Leading blocks of a live row, as prefix caching has it, and others from anywhere."""
+        donors: list[Rows] = list(self.rows.values())
+        donor = draw(st.sampled_from(donors)) if donors else [[] for _ in self.groups]
+        return [row[: draw(st.integers(0, len(row)))] + draw(st.lists(blocks, max_size=4)) for row in donor]
+
+    def _live(self, draw: st.DrawFn) -> str:
+        return draw(st.sampled_from(sorted(self.rows)))
+
+    @precondition(lambda self: len(self.rows) < MOST_REQUESTS)
+    @rule(data=st.data(), as_arrays=st.booleans())
+    def add(self, data: st.DataObject, as_arrays: bool) -> None:
+        request_id = f"r{self.num_named}"
+        self.num_named += 1
+        rows = self._new_rows(data.draw)
+        self.rows[request_id] = rows
+        self.mirror.add(request_id, [np.array(row, dtype=np.int32) for row in rows] if as_arrays else rows)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        request_id = self._live(data.draw)
+        self.rows[request_id] = self._new_rows(data.draw)
+        self.mirror.replace(request_id, self.rows[request_id])
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        request_id = self._live(data.draw)
+        added = [data.draw(st.lists(blocks, max_size=2)) for _ in self.groups]
+        self._grow(request_id, added)
+        self.mirror.append(request_id, added)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def append_each(self, data: st.DataObject) -> None:
+        growing = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
         added = [
-            None
-            if self.random.random() < 0.2
-            else [self._blocks(self.random.randint(0, 2)) for _ in self.groups]
+            data.draw(st.none() | st.tuples(*(st.lists(blocks, max_size=2) for _ in self.groups)))
             for _ in growing
         ]
-        for request_id, blocks in zip(growing, added, strict=True):
-            for row, more in zip(self.rows[request_id], blocks or [], strict=bool(blocks)):
-                row.extend(more)
+        for request_id, more in zip(growing, added, strict=True):
+            self._grow(request_id, more or [])
         self.mirror.append_each(growing, added)
 
-    def batch(self) -> tuple[list[str], Step]:
+    def _grow(self, request_id: str, added: Sequence[list[int]]) -> None:
+        for row, more in zip(self.rows[request_id], added, strict=bool(added)):
+            row.extend(more)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request_id = self._live(data.draw)
+        del self.rows[request_id]
+        self.mirror.free(request_id)
+
+    @rule(data=st.data(), first=st.integers(0, 12), length=st.integers(0, 12))
+    def ask(self, data: st.DataObject, first: int, length: int) -> None:
+        request_ids, step = self._batch(data.draw)
+        counts = step.num_computed_tokens, step.num_scheduled_tokens
+        slots = self.mirror.slots(request_ids)
+        for asked in (None, CutRange(first, first + length)):
+            bounds = () if asked is None else (asked.first, asked.last)
+            expected = reference.unsafe_cuts(step, asked)
+            found = self.mirror.unsafe_cuts(slots, *counts, *bounds)
+            assert tuple(UnsafeCuts(*fields) for fields in found) == expected
+            assert self.mirror.is_safe(slots, *counts, *bounds) is (not expected)
+        order = self.mirror.order(slots, *counts)
+        assert order == self.checker.order(step.block_tables, *counts)
+        assert (order is None) == (reference.order(step) is None)
+
+    def _batch(self, draw: st.DrawFn) -> tuple[list[str], Step]:
         """Some live requests in some order, with token counts that fit into their rows."""
-        request_ids = [r for r in self.rows if self.random.random() < 0.8]
-        self.random.shuffle(request_ids)
+        request_ids = draw(st.permutations(sorted(self.rows)))
+        request_ids = request_ids[: draw(st.integers(0, len(request_ids)))]
         computed, scheduled = [], []
         for request_id in request_ids:
             room = min(
                 len(row) * group.tokens_per_column
                 for row, group in zip(self.rows[request_id], self.groups, strict=True)
             )
-            computed.append(self.random.randint(0, room))
-            scheduled.append(self.random.randint(0, min(room - computed[-1], 6)))
-        dtype = self.random.choice([np.int32, np.int64])
+            computed.append(draw(st.integers(0, room)))
+            scheduled.append(draw(st.integers(0, min(room - computed[-1], 6))))
+        dtype = draw(st.sampled_from([np.int32, np.int64]))
         tables = []
         for group in range(len(self.groups)):
             width = max((len(self.rows[r][group]) for r in request_ids), default=0)
@@ -99,34 +150,46 @@ class Engine:
         counts = np.array(computed, dtype=dtype), np.array(scheduled, dtype=dtype)
         return request_ids, Step(*counts, block_tables=tuple(tables), groups=self.groups)
 
+    def teardown(self) -> None:
+        for request_id, rows in getattr(self, "rows", {}).items():
+            for group, row in enumerate(rows):
+                assert self.mirror.row(request_id, group).tolist() == row
 
-@pytest.mark.parametrize("first_seed", range(0, 200, 10))
-def test_mirror_answers_as_the_reference(first_seed: int) -> None:
-    assert sum(run(Engine(Random(seed))) for seed in range(first_seed, first_seed + 10)) > 20
+
+class TestScheduler(Scheduler.TestCase):
+    settings = many
 
 
-def run(engine: Engine) -> int:
-    """Compare over a run of the engine; the number of steps with an unsafe cut."""
-    checker = Checker(engine.groups)
-    unsafe_steps = 0
-    for _ in range(STEPS):
-        engine.change()
-        request_ids, step = engine.batch()
-        counts = step.num_computed_tokens, step.num_scheduled_tokens
-        slots = engine.mirror.slots(request_ids)
-        first = engine.random.randint(0, 12)
-        cuts = CutRange(first, first + engine.random.randint(0, 12))
-        for asked in (None, cuts):
-            bounds = () if asked is None else (asked.first, asked.last)
-            expected = reference.unsafe_cuts(step, asked)
-            found = engine.mirror.unsafe_cuts(slots, *counts, *bounds)
-            assert tuple(UnsafeCuts(*fields) for fields in found) == expected
-            assert engine.mirror.is_safe(slots, *counts, *bounds) is (not expected)
-        order = engine.mirror.order(slots, *counts)
-        assert order == checker.order(step.block_tables, *counts)
-        assert (order is None) == (reference.order(step) is None)
-        unsafe_steps += bool(reference.unsafe_cuts(step))
-    for request_id, rows in engine.rows.items():
-        for group, row in enumerate(rows):
-            assert engine.mirror.row(request_id, group).tolist() == row
-    return unsafe_steps
+class _AlwaysSafe:
+    """A mirror that finds nothing."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+        self._right = Mirror(groups)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._right, name)
+
+    def is_safe(self, *_: object) -> bool:
+        return True
+
+
+def _without_locality(groups: Sequence[KVCacheGroup]) -> Mirror:
+    return Mirror([replace(group, sliding_window=None, attention_chunk_size=None) for group in groups])
+
+
+def _without_null(groups: Sequence[KVCacheGroup]) -> Mirror:
+    return Mirror([replace(group, null_block=None) for group in groups])
+
+
+@pytest.mark.parametrize("wrong", [_AlwaysSafe, _without_locality, _without_null])
+def test_a_wrong_mirror_is_found(wrong: Callable[[Sequence[KVCacheGroup]], Mirror]) -> None:
+    """Negative control, made the same in every run."""
+
+    class Wrong(Scheduler):
+        make_mirror = staticmethod(wrong)
+
+    once = settings(
+        many, max_examples=20_000, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Wrong, settings=once)
