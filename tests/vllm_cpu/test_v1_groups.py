@@ -1,10 +1,10 @@
-"""Model Runner V1 with several KV cache groups: windowed and full attention layers in turn."""
+"""Model Runner V1 with KV cache groups of several kinds: windows, chunks, and layers that keep a state."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,24 +17,46 @@ import workloads
 from cases import measure
 from cpu_engine import Engine, save_tiny_model
 from outcomes import Recorder
+from tiny_models import save_lfm2, save_llama4
+from workloads import Workload
+
+from ubatch_guard.step import Policy
 
 SLIDING_WINDOW = 128
+CHUNK_SIZE = 256
+WINDOWS, SOME_CHUNKS, ALL_CHUNKS, STATES = (
+    "sliding window",
+    "some layers chunked",
+    "all layers chunked",
+    "states",
+)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = save_tiny_model(tmp_path_factory.mktemp("gemma"), sliding_window=SLIDING_WINDOW)
-    engine = Engine(model, max_num_batched_tokens=1024)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Given by the tests."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    if kind == WINDOWS:
+        save_tiny_model(folder, sliding_window=SLIDING_WINDOW)
+    elif kind == STATES:
+        save_lfm2(folder)
+    else:
+        save_llama4(folder, CHUNK_SIZE, full_attention=kind == SOME_CHUNKS)
+    engine = Engine(folder, max_num_batched_tokens=1024)
     yield engine
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [WINDOWS], indirect=True)
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 @pytest.mark.parametrize("case", [workloads.few_shot, workloads.few_shot_writer_last])
-def test_few_shot(engine: Engine, case, threshold: int | None, record_outcome: Recorder) -> None:
-    workload = case("20-60")
-    workload.name += ", sliding window"
-    outcome, counters = measure(engine, workload, threshold, record_outcome)
+def test_few_shot(engine: Engine, kind: str, case, threshold: int | None, record_outcome: Recorder) -> None:
+    outcome, counters = measure(engine, _named(case("20-60"), kind), threshold, record_outcome)
     windows = {group.sliding_window for group in engine.guard.groups.groups}
     assert windows == {None, SLIDING_WINDOW}
     assert outcome.reorder_split == outcome.eligible > 0
@@ -43,9 +65,70 @@ def test_few_shot(engine: Engine, case, threshold: int | None, record_outcome: R
         assert counters.reordered > 0
 
 
+@pytest.mark.parametrize("kind", [WINDOWS], indirect=True)
 @pytest.mark.parametrize("threshold", [None, 1, 128])
-def test_rag(engine: Engine, threshold: int | None, record_outcome: Recorder) -> None:
-    workload = workloads.rag()
-    workload.name += ", sliding window"
-    outcome, _ = measure(engine, workload, threshold, record_outcome)
+def test_rag(engine: Engine, kind: str, threshold: int | None, record_outcome: Recorder) -> None:
+    outcome, _ = measure(engine, _named(workloads.rag(), kind), threshold, record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
+
+
+@pytest.mark.parametrize("kind", [SOME_CHUNKS, ALL_CHUNKS], indirect=True)
+@pytest.mark.parametrize("threshold", [None, 1, 128])
+@pytest.mark.parametrize(
+    "case", [lambda: workloads.few_shot("20-60"), workloads.rag], ids=["few_shot", "rag"]
+)
+def test_chunks(
+    engine: Engine,
+    kind: str,
+    case: Callable[[], Workload],
+    threshold: int | None,
+    record_outcome: Recorder,
+) -> None:
+    outcome, counters = measure(engine, _named(case(), kind), threshold, record_outcome)
+    sizes = {group.attention_chunk_size for group in engine.guard.groups.groups}
+    assert sizes == ({None, CHUNK_SIZE} if kind == SOME_CHUNKS else {CHUNK_SIZE})
+    assert outcome.reorder_split == outcome.eligible > 0
+    # Where all layers attend within chunks, vLLM computes a prompt from its last chunk on, so writers have
+    # computed tokens as well, and are not sorted behind readers that are as long.
+    if threshold == 128 or (threshold == 1 and kind == SOME_CHUNKS):
+        assert outcome.unguarded_wrong > 0
+        assert counters.reordered > 0
+
+
+@pytest.mark.parametrize("kind", [STATES], indirect=True)
+@pytest.mark.parametrize("case", [lambda: workloads.few_shot("20-60"), workloads.rag, workloads.multi_turn])
+def test_states_are_never_taken_in_the_step_that_makes_them(
+    engine: Engine, kind: str, case: Callable[[], Workload]
+) -> None:
+    """vLLM cannot cut a step of such a model: the guard votes on every step, and none is cut."""
+    workload = case()
+    engine.min_tokens = 1_000_000
+    engine.set(dbo=False, threshold=128)
+    whole = engine.run(workload)
+    # Under this threshold the other models have unsafe steps in all of these workloads.
+    engine.set(dbo=True, threshold=128, policy=Policy.REORDER, verify_every=1)
+    hit_tokens = []
+    update_states = engine.runner._update_states
+
+    def note_hits(scheduler_output):
+        hit_tokens.extend(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
+        return update_states(scheduler_output)
+
+    engine.runner._update_states = note_hits
+    run = engine.run(workload)
+    del engine.runner._update_states
+    guard = engine.guard
+    assert run.num_wrong(whole) == 0
+    # The groups of the states are left out, those of the attention layers are followed.
+    assert not guard.groups.are_all
+    assert guard.counters.mirror_differences == 0
+    assert guard.counters.steps == run.steps.steps
+    # Prefixes are found in the cache, but those that another request of the step computes are waited for.
+    assert sum(tokens > 0 for tokens in hit_tokens) >= len(workload.prompts) // 2
+    assert not guard.counters.unsafe
+    assert not guard.counters.vetoed
+
+
+def _named(workload: Workload, kind: str) -> Workload:
+    workload.name += f", {kind}"
+    return workload
