@@ -14,6 +14,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sys.argv[2] == "v2" else "0"
 os.environ["VLLM_PLUGINS"] = ""
 
 import workloads
+from async_scheduling import allow_async_scheduling
 from cpu_engine import Engine
 
 from ubatch_guard.runner_mixin import UBatchGuardMixin
@@ -35,8 +36,10 @@ def main(model: str, version: str) -> None:
     module.CPUModelRunner = GuardedRunner
     if version == "v1":
         cpu_worker.CPUModelRunner = GuardedRunner
+    allow_async_scheduling()
     engine = Engine(Path(model), async_scheduling=True)
     assert isinstance(engine.runner, GuardedRunner)
+    assert type(engine.llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
 
     workload = workloads.few_shot("20-60")
     engine.set(dbo=False, threshold=128)
