@@ -33,6 +33,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 import dataclasses
 import functools
 import gc
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -434,9 +435,11 @@ def _microbatch_v2(engine: Engine) -> None:
             return merge_ubatch_outputs(outputs)
 
     runner = engine.runner
-    dispatch = module.dispatch_cg_and_sync_dp
+    # vLLM's own, also where an engine before this one has put another in its place.
+    dispatch = inspect.unwrap(module.dispatch_cg_and_sync_dp)
     prepare_inputs = runner.prepare_inputs
 
+    @functools.wraps(dispatch)
     def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
         batch_desc, sync = dispatch(*args, **kwargs)
         engine.allowed = kwargs["allow_ubatching"]
