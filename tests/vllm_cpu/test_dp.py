@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from cpu_engine import save_tiny_model
 
-TIMEOUT = 300
+TIMEOUT = 540
 """Seconds for a rank to start its engine and go through all scenarios; a hang is a failure."""
 
 
