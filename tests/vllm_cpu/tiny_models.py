@@ -33,7 +33,7 @@ def save_eagle_head(folder: Path, seed: int = 1) -> Path:
         **_COMMON, num_hidden_layers=1, head_dim=32, architectures=["LlamaForCausalLM"]
     )
     layer = transformers.LlamaForCausalLM(config).model.layers[0]
-    _draw(layer)
+    draw_weights(layer)
     weights = {
         f"layers.0.{name}": parameter.detach()
         for name, parameter in layer.named_parameters()
@@ -41,7 +41,7 @@ def save_eagle_head(folder: Path, seed: int = 1) -> Path:
         if not name.startswith("input_layernorm")
     }
     fc = torch.nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
-    _draw(fc)
+    draw_weights(fc)
     weights["fc.weight"] = fc.weight.detach()
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
@@ -86,15 +86,20 @@ def save_lfm2(folder: Path, seed: int = 0) -> Path:
 
 
 def _save(model: transformers.PreTrainedModel, folder: Path) -> Path:
-    _draw(model)
+    draw_weights(model)
     model.to(torch.float32).save_pretrained(folder)
     return folder
 
 
-def _draw(module: torch.nn.Module) -> None:
-    """Draw weights large enough that attention decides the tokens, and logits of about one."""
+def draw_weights(module: torch.nn.Module) -> None:
+    """Draw weights large enough that attention decides the tokens.
+
+    The logits are small: that changes no token, and their rounding stays far below the tolerance of the
+    log-probabilities.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim == 2:
-                scale = 1.0 if "embed" in name or "lm_head" in name else 3.0
-                parameter.normal_(0.0, scale if "embed" in name else scale / parameter.shape[1] ** 0.5)
+            if parameter.ndim == 2 and "embed" in name:
+                parameter.normal_(0.0, 1.0)
+            elif parameter.ndim == 2:
+                parameter.normal_(0.0, (0.1 if "lm_head" in name else 3.0) / parameter.shape[1] ** 0.5)
