@@ -44,8 +44,9 @@ lint: build  ## Formatting, linters, types, stubs
 test-rust:  ## Rust: unit tests, properties, exhaustive small scope
 	cargo test -q --profile checked
 
+# Two processes, each test file in one of them: what a file sets up once is costly.
 test-python: build  ## Python tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # Linked by zig against the glibc of manylinux2014, so that it runs on machines older than this one.
 wheel: build  ## One manylinux wheel for CPython 3.10 and later, in dist/
