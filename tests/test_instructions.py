@@ -7,9 +7,7 @@ counts differ by less than one in a thousand.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -41,19 +39,8 @@ MOST_BURST_GROWTH = 16.0
 """Unsafe cuts and order of 64 prompts, each eight times, to those of 8. Counted: 8 to 9; quadratic is 64."""
 
 
-def _instructions() -> ModuleType:
-    path = Path(__file__).parent.parent / "benches" / "instructions.py"
-    spec = importlib.util.spec_from_file_location("instructions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def counts() -> Counts:
-    instructions = _instructions()
+def counts(instructions: ModuleType) -> Counts:
     if reason := instructions.missing():
         pytest.skip(reason)
     counted: Counts = instructions.count(NAMES)

@@ -107,3 +107,20 @@ def preemptions(engine: Engine) -> Iterator[list[str]]:
         yield preempted
     finally:
         scheduler._preempt_request = preempt
+
+
+@contextmanager
+def scheduler_outputs(engine: Engine) -> Iterator[list[Any]]:
+    """What the scheduler gives the V1 runner meanwhile, step by step."""
+    runner = engine.runner
+    update_states, scheduled = runner._update_states, []
+
+    def note_step(scheduler_output: Any) -> Any:
+        scheduled.append(scheduler_output)
+        return update_states(scheduler_output)
+
+    runner._update_states = note_step
+    try:
+        yield scheduled
+    finally:
+        del runner._update_states

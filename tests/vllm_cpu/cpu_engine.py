@@ -41,8 +41,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from tiny_models import draw_weights
 
 from ubatch_guard.runner_mixin import runner_guard
 from ubatch_guard.settings import Settings
@@ -57,42 +55,6 @@ Vote = Callable[..., tuple[bool, int]]
 
 if TYPE_CHECKING:
     from workloads import Workload
-
-
-def save_tiny_model(folder: Path, *, sliding_window: int | None = None, seed: int = 0) -> Path:
-    """A Llama, or with ``sliding_window`` a Gemma 3 whose layers have a window in turn.
-
-    Its weights are large enough that attention decides the tokens: under vLLM's dummy weights a hazard would
-    change no logit.
-    """
-    torch.manual_seed(seed)
-    common = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    if sliding_window is None:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
-    else:
-        config = transformers.Gemma3TextConfig(
-            **common,
-            sliding_window=sliding_window,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            query_pre_attn_scalar=32,
-        )
-        model = transformers.Gemma3ForCausalLM(config)
-    draw_weights(model)
-    model.to(torch.float32).save_pretrained(folder)
-    return folder
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -27,14 +26,14 @@ MOST = 1.05
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_baseline_allows_what_vllm_allows(case: Case) -> None:
     step = case.step()
-    assert vllms_rule.bind(vllms_rule.vllms_rule(), step)() is True
+    assert vllms_rule.bind(step)() is True
     assert reference.vllm_allows(step, DECODE_THRESHOLD) is True
 
 
 @pytest.mark.parametrize("prompts", [1, 8])
 def test_the_baseline_refuses_what_vllm_refuses(prompts: int) -> None:
     step = burst(prompts)
-    assert vllms_rule.bind(vllms_rule.vllms_rule(), step)() is False
+    assert vllms_rule.bind(step)() is False
     assert reference.vllm_allows(step, DECODE_THRESHOLD) is False
 
 
@@ -47,14 +46,3 @@ def test_the_baseline_takes_no_more_instructions_than_vllm(instructions: ModuleT
     }
     # Far less would mean that something else was counted.
     assert all(0.5 < ratio <= MOST for ratio in ratios.values()), ratios
-
-
-@pytest.fixture
-def instructions() -> ModuleType:
-    path = Path(__file__).parents[2] / "benches" / "instructions.py"
-    spec = importlib.util.spec_from_file_location("instructions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

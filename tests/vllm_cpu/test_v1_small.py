@@ -16,8 +16,9 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 import workloads
 from cases import measure, preemptions
-from cpu_engine import Engine, save_tiny_model
+from cpu_engine import Engine
 from outcomes import Recorder
+from tiny_models import save_tiny_model
 
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.audit import AuditOptions, audit_trace

@@ -15,8 +15,9 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import workloads
 from cases import check_late_start, measure
-from cpu_engine import Engine, save_tiny_model
+from cpu_engine import Engine
 from outcomes import Recorder
+from tiny_models import save_tiny_model
 
 from ubatch_guard.step import Policy
 

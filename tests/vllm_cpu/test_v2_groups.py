@@ -15,9 +15,9 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import workloads
 from cases import measure
-from cpu_engine import Engine, save_tiny_model
+from cpu_engine import Engine
 from outcomes import Recorder
-from tiny_models import save_eagle_head
+from tiny_models import save_eagle_head, save_tiny_model
 from workloads import Workload
 
 SLIDING_WINDOW = 128
@@ -51,8 +51,7 @@ def engine(drafter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 @pytest.mark.parametrize("drafter", ["EAGLE"], indirect=True)
 def test_eagle(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
-    workload = workloads.few_shot("20-60", requests=5)
-    workload.name += f", {drafter} drafts"
+    workload = workloads.few_shot("20-60", requests=5).called(f"{drafter} drafts")
     outcome, counters = measure(engine, workload, None, record_outcome)
     assert outcome.vllm_wrong > 0
     assert counters.reordered > 0
@@ -72,8 +71,7 @@ def test_eagle(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
 def test_groups_and_drafts(
     engine: Engine, drafter: str, case: Callable[[], Workload], record_outcome: Recorder
 ) -> None:
-    workload = case()
-    workload.name += f", sliding window, {drafter} drafts"
+    workload = case().called(f"sliding window, {drafter} drafts")
     outcome, counters = measure(engine, workload, None, record_outcome)
     assert {group.sliding_window for group in engine.guard.groups.groups} == {None, SLIDING_WINDOW}
     assert outcome.vllm_wrong > 0

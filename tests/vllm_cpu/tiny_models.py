@@ -1,4 +1,4 @@
-"""Tiny random models beside the Llama and the Gemma 3 of `cpu_engine.save_tiny_model`."""
+"""Tiny random models, big enough that attention decides their tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ _COMMON = {
 }
 
 
+def save_tiny_model(folder: Path, *, sliding_window: int | None = None, seed: int = 0) -> Path:
+    """A Llama, or with ``sliding_window`` a Gemma 3 whose layers have a window in turn."""
+    torch.manual_seed(seed)
+    common = {**_COMMON, "num_hidden_layers": 3, "head_dim": 32}
+    if sliding_window is None:
+        return _save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**common)), folder)
+    config = transformers.Gemma3TextConfig(
+        **common,
+        sliding_window=sliding_window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=32,
+    )
+    return _save(transformers.Gemma3ForCausalLM(config), folder)
+
+
 def save_eagle_head(folder: Path, seed: int = 1) -> Path:
     """An EAGLE head for the tiny Llama, as a checkpoint: one decoder layer and ``fc``, which takes it in.
 
@@ -33,7 +48,7 @@ def save_eagle_head(folder: Path, seed: int = 1) -> Path:
         **_COMMON, num_hidden_layers=1, head_dim=32, architectures=["LlamaForCausalLM"]
     )
     layer = transformers.LlamaForCausalLM(config).model.layers[0]
-    draw_weights(layer)
+    _draw_weights(layer)
     weights = {
         f"layers.0.{name}": parameter.detach()
         for name, parameter in layer.named_parameters()
@@ -41,7 +56,7 @@ def save_eagle_head(folder: Path, seed: int = 1) -> Path:
         if not name.startswith("input_layernorm")
     }
     fc = torch.nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
-    draw_weights(fc)
+    _draw_weights(fc)
     weights["fc.weight"] = fc.weight.detach()
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
@@ -86,13 +101,14 @@ def save_lfm2(folder: Path, seed: int = 0) -> Path:
 
 
 def _save(model: transformers.PreTrainedModel, folder: Path) -> Path:
-    draw_weights(model)
+    _draw_weights(model)
     model.to(torch.float32).save_pretrained(folder)
     return folder
 
 
-def draw_weights(module: torch.nn.Module) -> None:
-    """Draw weights large enough that attention decides the tokens.
+def _draw_weights(module: torch.nn.Module) -> None:
+    """Draw weights large enough that attention decides the tokens: under vLLM's dummy weights a hazard would
+    change no logit.
 
     The logits are small: that changes no token, and their rounding stays far below the tolerance of the
     log-probabilities.

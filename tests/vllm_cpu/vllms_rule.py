@@ -7,6 +7,7 @@ named, once to warm up and once to count; callgrind writes its count away whenev
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from ubatch_guard.cases import DECODE_THRESHOLD, by_name
 from ubatch_guard.step import Step
 
 
-def vllms_rule() -> Callable[..., bool]:
+@functools.cache
+def _vllms_rule() -> Callable[..., bool]:
     """``GPUModelRunner._allow_microbatching``, compiled from the installed source.
 
     Importing the module takes the whole of torch, which is minutes under valgrind.
@@ -42,8 +44,9 @@ def vllms_rule() -> Callable[..., bool]:
     return rule
 
 
-def bind(rule: Callable[..., bool], step: Step) -> Callable[[], bool]:
-    """The rule over the arrays of a step."""
+def bind(step: Step) -> Callable[[], bool]:
+    """vLLM's function over the arrays of a step."""
+    rule = _vllms_rule()
     tables = [
         SimpleNamespace(block_size=group.tokens_per_column, get_numpy_array=lambda table=table: table)
         for group, table in zip(step.groups, step.block_tables, strict=True)
@@ -62,10 +65,9 @@ def bind(rule: Callable[..., bool], step: Step) -> Callable[[], bool]:
 
 def _program(names: Sequence[str]) -> None:
     mirror = Subjects(by_name(names[0]).step()).mirror
-    rule = vllms_rule()
     for name in names:
         step = by_name(name).step()
-        for call in (bind(rule, step), lambda step=step: reference.vllm_allows(step, DECODE_THRESHOLD)):
+        for call in (bind(step), lambda step=step: reference.vllm_allows(step, DECODE_THRESHOLD)):
             for _ in ("warm up", "count"):
                 allowed = call()
                 _ = mirror.nbytes

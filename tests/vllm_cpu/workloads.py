@@ -26,6 +26,11 @@ class Workload:
     max_tokens: list[int] = field(default_factory=list)
     arrivals: list[int] = field(default_factory=list)
 
+    def called(self, more: str) -> Workload:
+        """This workload, with more to its name."""
+        self.name += f", {more}"
+        return self
+
     def add(self, prompt: Prompt, max_tokens: int = 4, arrival: int = 0) -> None:
         self.prompts.append(prompt)
         self.max_tokens.append(max_tokens)
