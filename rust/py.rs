@@ -121,7 +121,7 @@ fn groups(objects: &Bound<'_, PyAny>) -> PyResult<Vec<Group>> {
     for (index, object) in objects.try_iter()?.enumerate() {
         let object = object?;
         let wrong = |name: &str, value: &Bound<'_, PyAny>| {
-            let value = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+            let value = text_of(value);
             GroupError::new_err(format!("group {index}: {name} is {value}"))
         };
         let size = |name: &Bound<'_, pyo3::types::PyString>| -> PyResult<u32> {
@@ -368,7 +368,7 @@ impl Mirror {
     fn slot(&self, request_id: &Bound<'_, PyAny>) -> PyResult<usize> {
         match self.slots.bind(request_id.py()).get_item(request_id)? {
             Some(slot) => slot.extract(),
-            None => Err(UnknownRequestError::new_err(format!("no request {}", request_id.repr()?))),
+            None => Err(unknown(request_id)),
         }
     }
 
@@ -449,9 +449,17 @@ fn plain_ids(list: &Bound<'_, PyList>) -> impl Iterator<Item = i64> {
     })
 }
 
+fn unknown(request_id: &Bound<'_, PyAny>) -> PyErr {
+    UnknownRequestError::new_err(format!("no request {}", text_of(request_id)))
+}
+
+fn text_of(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string())
+}
+
 fn block_id(id: &Bound<'_, PyAny>) -> PyResult<i64> {
     id.extract().map_err(|error: PyErr| {
-        let text = id.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+        let text = text_of(id);
         if error.is_instance_of::<PyOverflowError>(id.py()) {
             BlockIdError::new_err(format!("block id {text} has more than 31 bits"))
         } else {
@@ -558,12 +566,18 @@ impl Mirror {
         })
     }
 
-    fn slots<'py>(&self, request_ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    #[pyo3(signature = (request_ids, *, missing=false))]
+    fn slots<'py>(&self, request_ids: &Bound<'py, PyAny>, missing: bool) -> PyResult<Bound<'py, PyArray1<i32>>> {
         contained(|| {
+            let known = self.slots.bind(request_ids.py());
             let mut slots = Vec::with_capacity(request_ids.len()?);
             for request_id in request_ids.try_iter()? {
-                let slot = self.slot(&request_id?)?;
-                slots.push(i32::try_from(slot)?);
+                let request_id = request_id?;
+                match known.get_item(&request_id)? {
+                    Some(slot) => slots.push(slot.extract()?),
+                    None if missing => slots.push(mirror::NO_ROW),
+                    None => return Err(unknown(&request_id)),
+                }
             }
             Ok(slots.into_pyarray(request_ids.py()))
         })
@@ -592,7 +606,7 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            Ok(self.core.is_safe(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut))?)
+            Ok(self.core.is_safe(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut))?)
         })
     }
 
@@ -608,7 +622,7 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            self.core.unsafe_cuts(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut), &mut self.found)?;
+            self.core.unsafe_cuts(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut), &mut self.found)?;
             Ok(unsafe_tuples(&self.found))
         })
     }
@@ -625,7 +639,7 @@ impl Mirror {
             let phases = phases.map(self::phases).transpose()?;
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            let order = self.core.order(slots.as_slice()?, &self.batch, phases.as_deref(), &mut self.planner)?;
+            let order = self.core.order(slots.as_slice()?, &mut self.batch, phases.as_deref(), &mut self.planner)?;
             Ok(order_tuple(order))
         })
     }

@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "step.rs",
         "settled in part taken for settled",
-        "self.settled > 0 && self.settled >= self.computed",
+        "self.settled > 0 && self.settled >= self.read",
         "self.settled > 0",
     ),
     Mutant(
@@ -234,6 +234,12 @@ MUTANTS = [
         "a slot may come twice",
         "Some(seen) if *seen < self.batch",
         "Some(seen) if *seen <= self.batch",
+    ),
+    Mutant(
+        "step.rs",
+        "a request without a row writes",
+        "(counts.settled, counts.read) = (u32::MAX, u32::MAX);",
+        "counts.settled = u32::MAX;",
     ),
     # Order.
     Mutant(

@@ -143,6 +143,19 @@ def test_a_window_hides_what_lies_below_it() -> None:
     assert Guard(full.groups).unsafe_cuts(full) != ()
 
 
+def test_a_request_without_a_row_takes_room_and_concerns_nobody() -> None:
+    guard = Guard([GROUP])
+    for name, row in (("reader", READER[0]), ("writer", WRITER[0])):
+        guard.mirror.add(name, [row])
+    slots = guard.mirror.slots(["new", "reader", "other", "writer"], missing=True)
+    step = MirroredStep(slots, np.array([0, 64, 7, 0]), np.array([10, 16, 5, 96]))
+    # The reader begins at offset 10; the writer's first 64 tokens are the offsets 31 .. 94.
+    assert guard.unsafe_cuts(step) == (UnsafeCuts(11, 94, 1, 3, 0, 4),)
+    order = guard.order(step)
+    assert order is not None
+    assert order.permutation == (0, 3, 2, 1)
+
+
 def test_an_undecidable_step_is_refused_not_raised() -> None:
     bad = _step(([1, 2, 3, 99], 64, 0), WRITER)
     bad.num_scheduled_tokens[0] = 16
