@@ -143,7 +143,8 @@ class Scheduler(RuleBasedStateMachine):
         computed, scheduled = [], []
         for request_id in request_ids:
             room = min(
-                len(row) * group.tokens_per_column for row, group in zip(rows[request_id], groups, strict=True)
+                len(row) * group.tokens_per_column
+                for row, group in zip(rows[request_id], groups, strict=True)
             )
             computed.append(draw(st.integers(0, room)))
             scheduled.append(draw(st.integers(0, min(room - computed[-1], 6))))

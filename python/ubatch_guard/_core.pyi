@@ -122,8 +122,8 @@ class Mirror:
     def slots(self, request_ids: Sequence[str], *, missing: bool = False) -> npt.NDArray[np.int32]:
         """int32, shape ``[len(request_ids)]``: the handles that the questions below take, in batch order.
 
-        A request without a row raises `UnknownRequestError`, or has the slot -1 with ``missing``. It reads and
-        writes no block of the others then; its tokens move the offsets of those behind it.
+        A request without a row raises `UnknownRequestError`, or has the slot -1 with ``missing``. Such a one
+        concerns no other, but its tokens take room: they move the offsets of those behind it.
         """
     def row(self, request_id: str, group: int) -> npt.NDArray[np.int32]:
         """int32, shape ``[columns]``: a copy of a request's row."""

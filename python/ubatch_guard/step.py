@@ -93,8 +93,8 @@ class MirroredStep:
     """One engine step, in batch order, whose block tables are in a mirror.
 
     Attributes:
-        slots: int32, shape ``[num_reqs]``: the requests' handles, from ``Mirror.slots``. -1 is a request without
-            a row there: it holds no block that another request of the step holds.
+        slots: int32, shape ``[num_reqs]``: the requests' handles, from ``Mirror.slots``. -1 is a request
+            without a row there: it holds no block that another request of the step holds.
         num_computed_tokens: As in `Step`.
         num_scheduled_tokens: As in `Step`.
     """
