@@ -283,7 +283,7 @@ impl Mirror {
         self.checker.unsafe_cuts(&BatchRows { rows: &self.rows, slots }, batch, cuts, found)
     }
 
-    /// A batch order without unsafe cuts, as [`Planner::order`] finds it.
+    /// A batch order without unsafe cuts, as [`Planner::order`] finds it. Queries of at most `short_query` tokens are short.
     ///
     /// # Errors
     /// As [`Mirror::is_safe`]; phases that do not fit.
@@ -292,13 +292,15 @@ impl Mirror {
         slots: &[i32],
         batch: &mut Batch,
         phases: Option<&[i8]>,
+        short_query: Option<i64>,
         planner: &mut Planner,
     ) -> Result<Option<Order>> {
         self.see(slots, batch)?;
         planner.clear();
         let rows = BatchRows { rows: &self.rows, slots };
         self.checker.dependencies(&rows, batch, |reader, writer| planner.depend(reader, writer))?;
-        planner.order(slots.len(), phases)
+        let short = short_query.map(|most| batch.short(most));
+        planner.order(slots.len(), phases, short.as_deref())
     }
 
     /// Where an engine's own block table differs: the first batch position and column, or the shorter length where one row

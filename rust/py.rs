@@ -87,8 +87,8 @@ fn contained<T>(body: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
 
 /// (first, last, reader, writer, group, block)
 type UnsafeTuple = (u32, u32, usize, usize, usize, u32);
-/// (permutation, swaps)
-type OrderTuple = (Vec<usize>, Vec<(usize, usize)>);
+/// (permutation, swaps, demoted)
+type OrderTuple = (Vec<usize>, Vec<(usize, usize)>, Vec<usize>);
 
 fn unsafe_tuples(found: &[UnsafeCuts]) -> Vec<UnsafeTuple> {
     found
@@ -101,7 +101,7 @@ fn unsafe_tuples(found: &[UnsafeCuts]) -> Vec<UnsafeTuple> {
 }
 
 fn order_tuple(order: Option<Order>) -> Option<OrderTuple> {
-    order.map(|order| (order.permutation, order.swaps))
+    order.map(|order| (order.permutation, order.swaps, order.demoted))
 }
 
 /// A range of cuts from optional Python integers; what lies outside any step is clipped.
@@ -323,7 +323,7 @@ impl Checker {
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None))]
     fn order(
         &mut self,
         block_tables: &Bound<'_, PyAny>,
@@ -331,6 +331,7 @@ impl Checker {
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
+        short_query: Option<i64>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
@@ -338,7 +339,8 @@ impl Checker {
                 let (planner, requests) = (&mut this.planner, this.batch.requests().len());
                 planner.clear();
                 this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
-                Ok(order_tuple(planner.order(requests, phases.as_deref())?))
+                let short = short_query.map(|most| this.batch.short(most));
+                Ok(order_tuple(planner.order(requests, phases.as_deref(), short.as_deref())?))
             })
         })
     }
@@ -627,19 +629,21 @@ impl Mirror {
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None))]
     fn order(
         &mut self,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
+        short_query: Option<i64>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            let order = self.core.order(slots.as_slice()?, &mut self.batch, phases.as_deref(), &mut self.planner)?;
+            let slots = slots.as_slice()?;
+            let order = self.core.order(slots, &mut self.batch, phases.as_deref(), short_query, &mut self.planner)?;
             Ok(order_tuple(order))
         })
     }

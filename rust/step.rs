@@ -215,6 +215,12 @@ impl Batch {
         Ok(())
     }
 
+    /// Which requests have a query of at most so many tokens.
+    #[must_use]
+    pub fn short(&self, short_query: i64) -> Vec<bool> {
+        self.requests.iter().map(|request| i64::from(request.scheduled) <= short_query).collect()
+    }
+
     /// Leave a request out of account but for the room its tokens take: it reads nothing and writes nothing.
     pub(crate) fn leave_out(&mut self, request: usize) {
         let counts = &mut self.requests[request];

@@ -123,8 +123,11 @@ class Scheduler(RuleBasedStateMachine):
             found = self.mirror.unsafe_cuts(slots, *counts, *bounds)
             assert tuple(UnsafeCuts(*fields) for fields in found) == expected
             assert self.mirror.is_safe(slots, *counts, *bounds) is (not expected)
+        checker = Checker(step.groups)
         order = self.mirror.order(slots, *counts)
-        assert order == Checker(step.groups).order(step.block_tables, *counts)
+        assert order == checker.order(step.block_tables, *counts)
+        kept = self.mirror.order(slots, *counts, short_query=2)
+        assert kept == checker.order(step.block_tables, *counts, short_query=2)
         assert (order is None) == (reference.order(step) is None)
 
     def _batch(self, draw: st.DrawFn) -> tuple[list[str], Step]:

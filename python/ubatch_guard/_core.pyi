@@ -59,8 +59,8 @@ class InternalError(RuntimeError):
 
 # (first, last, reader, writer, group, block)
 _Unsafe = tuple[int, int, int, int, int, int]
-# (permutation, swaps)
-_Order = tuple[list[int], list[tuple[int, int]]]
+# (permutation, swaps, demoted)
+_Order = tuple[list[int], list[tuple[int, int]], list[int]]
 
 @final
 class Checker:
@@ -93,8 +93,13 @@ class Checker:
         num_scheduled_tokens: IntArray,
         phases: npt.NDArray[np.int8] | None = None,
         num_settled_tokens: IntArray | None = None,
+        short_query: int | None = None,
     ) -> _Order | None:
-        """A batch order without unsafe cuts whose phases do not descend, or None."""
+        """A batch order without unsafe cuts whose phases do not descend, or None.
+
+        Of the queries of at most ``short_query`` tokens that stand before the first longer one, those that
+        need no longer one's writes still do.
+        """
 
 @final
 class Mirror:
@@ -151,6 +156,7 @@ class Mirror:
         num_computed_tokens: IntArray,
         num_scheduled_tokens: IntArray,
         phases: npt.NDArray[np.int8] | None = None,
+        short_query: int | None = None,
     ) -> _Order | None:
         """As `Checker.order`."""
     def first_difference(

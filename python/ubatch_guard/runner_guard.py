@@ -430,7 +430,7 @@ class RunnerGuard:
         if found is None:
             self._step.veto = Reason.NO_ORDER
             return None
-        permutation, swaps = found
+        permutation, swaps, _ = found
         self.counters.reordered += 1
         self.counters.requests_moved += sum(place != source for place, source in enumerate(permutation))
         return Order(tuple(permutation), tuple(swaps))

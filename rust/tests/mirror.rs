@@ -242,8 +242,8 @@ impl Model {
         }
         let mut planner = Planner::default();
         checker.dependencies(&tables[..], &batch(), |reader, writer| planner.depend(reader, writer)).unwrap();
-        let order = planner.order(numbers.len(), None).unwrap();
-        let ordered = self.mirror.order(numbers, &mut batch(), None, &mut planner).unwrap();
+        let order = planner.order(numbers.len(), None, Some(&batch().short(2))).unwrap();
+        let ordered = self.mirror.order(numbers, &mut batch(), None, Some(2), &mut planner).unwrap();
         assert_eq!(ordered, order);
     }
 
@@ -342,7 +342,7 @@ fn memory() {
     let mut found = Vec::new();
     mirror.unsafe_cuts(&numbers, &mut batch, Cuts::ALL, &mut found).unwrap();
     assert_eq!(found.len(), 1);
-    assert!(mirror.order(&numbers, &mut batch, None, &mut planner).unwrap().is_some());
+    assert!(mirror.order(&numbers, &mut batch, None, None, &mut planner).unwrap().is_some());
     let bound = 16 * BLOCKS as usize + 8 * entries + 128 * slots.len();
     println!("{} bytes; 16 a block, 8 an entry and 128 a row are {bound}", mirror.nbytes());
     assert!(mirror.nbytes() <= bound);
@@ -380,7 +380,7 @@ fn bad_input() {
     let error = Error::RowTooShort { group: 0, request: 0, found: 1, needed: 2 };
     assert_eq!(mirror.is_safe(&[0], &mut one(10, 7), Cuts::ALL), Err(error.clone()));
     assert_eq!(mirror.unsafe_cuts(&[0], &mut one(10, 7), Cuts::ALL, &mut Vec::new()), Err(error.clone()));
-    assert_eq!(mirror.order(&[0], &mut one(10, 7), None, &mut Planner::default()), Err(error));
+    assert_eq!(mirror.order(&[0], &mut one(10, 7), None, None, &mut Planner::default()), Err(error));
     let table = Array2::<i64>::zeros((1, 1));
     let difference = mirror.first_difference(&[NO_ROW], 0, &Table::I64(table.view()), [1].into_iter());
     assert_eq!(difference, Err(Error::UnknownSlot { request: 0, slot: -1 }));
