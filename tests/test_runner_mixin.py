@@ -26,7 +26,7 @@ MODEL = DecoderModel(ModelConfig(num_hidden_layers=1))
 
 
 class Backend:
-    """An attention backend that nobody has looked at."""
+    """An attention backend that does not say how its metadata is built."""
 
 
 def make_runner(
@@ -123,7 +123,7 @@ def test_requests_that_come_again_under_their_names() -> None:
         again = step(new("a", *writing), new("b", *reading), finished_req_ids={"alone"})
         assert vote(runner, again) == (["a", "b"], True)
         slots = runner.ubatch_guard.mirror.slots(["a", "b"]).tolist()
-        assert runner.ubatch_guard._slots_in_order(["a", "b"]).tolist() == slots
+        assert runner.ubatch_guard.rows.slots(["a", "b"]).tolist() == slots
     assert runner.ubatch_guard.counters.vetoed == {"unsafe": 1}
 
 
@@ -232,19 +232,18 @@ def test_decodes_stay_in_front() -> None:
     assert allowed
 
 
-@pytest.mark.parametrize("attention", ["an unknown backend", "context parallelism"])
+@pytest.mark.parametrize("attention", ["a backend that cannot be looked at", "context parallelism"])
 def test_where_the_order_is_fixed_the_step_is_vetoed(attention: str) -> None:
     runner = make_runner()
-    if attention == "an unknown backend":
+    if attention == "a backend that cannot be looked at":
         runner.attn_groups = [[SimpleNamespace(backend=Backend)]]
     else:
         runner.parallel_config = SimpleNamespace(
             use_ubatching=True,
             num_ubatches=2,
-            decode_context_parallel_size=2,
-            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=2,
         )
-        # A column spans twice the tokens, so the reader needs half the columns.
     assert vote(runner, step(READER, WRITER)) == (["reader", "writer"], False)
     assert runner.ubatch_guard.counters.vetoed == {"unsafe": 1}
 
@@ -259,15 +258,16 @@ def test_a_cycle_has_no_order() -> None:
 
 
 def test_a_request_that_came_before_the_guard() -> None:
-    """One step is lost: the mirror is made anew from the runner's requests, and the next is decided again."""
+    """No step is lost: the mirror is made from the runner's own requests."""
     runner = make_runner(None)
     vote(runner, step(new("a", [1, 2], 0, 32), new("b", [3, 4], 0, 32)))
     runner.ubatch_guard_settings = Settings(policy=Policy.REORDER, log_interval=0.0)
     decodes = {"a": (32, 1, [5]), "b": (32, 1, [6])}
-    assert not vote(runner, step(running=decodes))[1]
-    assert runner.ubatch_guard.counters.vetoed == {"unknown_request": 1}
+    assert vote(runner, step(running=decodes))[1]
     assert vote(runner, step(READER, WRITER, running={"a": (33, 1, None), "b": (33, 1, None)}))[1]
     assert runner.ubatch_guard.counters.reordered == 1
+    assert list(runner.ubatch_guard.mirror.row("a", 0)) == [1, 2, 5]
+    assert not runner.ubatch_guard.counters.vetoed
 
 
 def test_a_difference_from_the_block_table(caplog: pytest.LogCaptureFixture) -> None:
@@ -289,7 +289,9 @@ def test_a_difference_from_the_block_table(caplog: pytest.LogCaptureFixture) -> 
     assert counters.mirror_differences == 1
 
 
-def test_a_group_that_is_not_understood(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_of_a_kind_that_is_not_known_counts_as_read_as_a_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class StrangeSpec:
         block_size = BLOCK
 
@@ -298,13 +300,29 @@ def test_a_group_that_is_not_understood(caplog: pytest.LogCaptureFixture) -> Non
     runner.kv_cache_config = replace(
         config, kv_cache_groups=(replace(config.kv_cache_groups[0], kv_cache_spec=StrangeSpec()),)
     )
-    for _ in range(2):
-        scheduled = step(READER, WRITER)
-        assert vote(runner, scheduled)[1] is False
-        runner.input_batch.remove_request("reader")
-        runner.input_batch.remove_request("writer")
-    assert runner.ubatch_guard.counters.vetoed == {"unknown_group": 2}
+    assert vote(runner, step(READER, WRITER)) == (["writer", "reader"], True)
+    assert vote(runner, step(running={"writer": (72, 1, None), "reader": (72, 1, None)}))[1]
+    assert not runner.ubatch_guard.counters.vetoed
     assert caplog.text.count("StrangeSpec") == 1, "logged once"
+
+
+@pytest.mark.parametrize("block_size", [0, 16.5, None])
+def test_groups_that_cannot_be_read(block_size: object, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that admit a request run whole; in the others nobody reads what they write, whatever the groups."""
+
+    class BrokenSpec:
+        pass
+
+    BrokenSpec.block_size = block_size
+    runner = make_runner()
+    config = runner.kv_cache_config
+    runner.kv_cache_config = replace(
+        config, kv_cache_groups=(replace(config.kv_cache_groups[0], kv_cache_spec=BrokenSpec()),)
+    )
+    assert vote(runner, step(READER, WRITER)) == (["reader", "writer"], False)
+    assert vote(runner, step(running={"writer": (72, 1, None), "reader": (72, 1, None)}))[1]
+    assert runner.ubatch_guard.counters.vetoed == {"unknown_group": 1}
+    assert caplog.text.count("not understood") == 1, "logged once"
 
 
 def test_an_array_that_cannot_be_read_is_a_no() -> None:

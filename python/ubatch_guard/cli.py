@@ -73,22 +73,10 @@ def _from_module(name: str) -> Callable[[argparse.ArgumentParser], Callable[[arg
     return declare
 
 
-def _doctor(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    parser.description = "Say which vLLM is installed, what the guard finds in it, and what it would do."
-    parser.epilog = "Exit status: 0 guarded, 1 not guarded, 2 no vLLM."
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-
-    def run(args: argparse.Namespace) -> int:
-        status: int = importlib.import_module("ubatch_guard.vllm.doctor").main(args.json)
-        return status
-
-    return run
-
-
 _COMMANDS = {
     "audit": _from_module("ubatch_guard.trace.command"),
     "demo": _from_module("ubatch_guard.engine.demo"),
-    "doctor": _doctor,
+    "doctor": _from_module("ubatch_guard.vllm.doctor"),
     "bench": _from_module("ubatch_guard.bench"),
 }
 

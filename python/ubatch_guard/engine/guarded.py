@@ -12,7 +12,7 @@ from ubatch_guard.kv_cache_groups import read_groups
 from ubatch_guard.reference import vllm_allows
 from ubatch_guard.runner_mixin import UBatchGuardMixin
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import Policy, Step
+from ubatch_guard.step import Policy, Step, feasible_cuts
 
 from .config import EngineConfig
 from .model import DecoderModel
@@ -43,6 +43,9 @@ class VLLMRuleRunner(Runner):
 
 class GuardedRunner(UBatchGuardMixin, Runner):
     """Votes as the exact guard does, and orders the batch if the policy says so."""
+
+    # It cuts at multiples of padded // num_ubatches, as vLLM does.
+    ubatch_guard_cuts = staticmethod(feasible_cuts)
 
 
 RULES = ("unguarded", "vllm", *(policy.value for policy in Policy))

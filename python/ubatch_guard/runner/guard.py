@@ -24,6 +24,7 @@ from ubatch_guard.trace.recorder import StepRecorder
 
 _UNASKED = 100
 """Steps without a vote after which it is said loudly."""
+_FINDINGS_LOGGED = 20
 
 
 class Rows(Protocol):
@@ -169,19 +170,19 @@ class RunnerGuard:
         # Last: a step that is tried again after an interrupt is looked at again.
         self._observed = scheduler_output
 
-    def may_plan(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> bool:
-        """Whether an order is worth planning in the step under way: most steps admit nobody."""
-        return (
-            self.policy is Policy.REORDER
-            and not self._step.voted
-            and self._undecided() is None
-            and len(req_ids) > 1
-            and self.rows.may_read(req_ids, num_computed_tokens)
-        )
+    @property
+    def may_plan(self) -> bool:
+        """Whether the step under way may need an order, as far as it was looked at: most admit nobody."""
+        readers = self.rows.new or self.rows.set_back
+        return bool(readers) and self.policy is Policy.REORDER and self._undecided() is None
+
+    def wants_order(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> bool:
+        """The same of a batch: whether it is worth planning an order for."""
+        return len(req_ids) > 1 and self.rows.may_read(req_ids, num_computed_tokens) and self.may_plan
 
     def plan(self, batch: Batch) -> Order | None:
         """The order to run ``batch`` in; None: leave it. Votes on nothing."""
-        if batch.refusal is not None or not self.may_plan(batch.req_ids, batch.num_computed_tokens):
+        if batch.refusal is not None or not self.wants_order(batch.req_ids, batch.num_computed_tokens):
             return None
         started = time.perf_counter_ns()
         order = None
@@ -321,7 +322,8 @@ class RunnerGuard:
     def found(self, message: str) -> None:
         """Count a read of what a later microbatch writes, in a step that was really cut."""
         self.counters.verify_findings += 1
-        self.report.once(f"finding {self.counters.verify_findings}", message, logging.ERROR)
+        if self.counters.verify_findings <= _FINDINGS_LOGGED:
+            self.report.once(f"finding {self.counters.verify_findings}", message, logging.ERROR)
         if not self.finding and self.policy is not Policy.OBSERVE:
             self.finding = True
             self.report.once(
@@ -422,13 +424,14 @@ class RunnerGuard:
             return None
         order = None if batch.unsure == "unknown_request" else self._order(batch, constraint)
         if order is None and batch.as_scheduled is not None:
-            order = Order(tuple(batch.as_scheduled()), ())
+            permutation = tuple(batch.as_scheduled())
+            order = Order(permutation, (), demoted_by(batch, permutation))
             self._step.as_scheduled = True
         if order is None:
             self._step.veto = Reason.NO_ORDER.value
             return None
         if not self._may_demote(batch, order):
-            self._step.veto = "demotes"
+            self._step.veto = Reason.DEMOTES.value
             self._step.as_scheduled = False
             return None
         self.counters.reordered += 1
@@ -455,17 +458,15 @@ class RunnerGuard:
         )
         if found is None:
             return None
-        permutation, swaps = found
-        return Order(tuple(permutation), tuple(swaps))
+        permutation, swaps, demoted = found
+        return Order(tuple(permutation), tuple(swaps), tuple(demoted))
 
     def _may_demote(self, batch: Batch, order: Order) -> bool:
         """Whether the order takes no more context from the decodes than it may; counts what it takes."""
-        if batch.decode_threshold is None:
+        if not order.demoted:
             return True
-        who = demoted(batch.num_scheduled_tokens, order.permutation, batch.decode_threshold)
-        if not len(who):
-            return True
-        num_tokens = int(batch.num_computed_tokens[who].sum())
+        who = list(order.demoted)
+        num_tokens = int(batch.num_computed_tokens[who].sum() + batch.num_scheduled_tokens[who].sum())
         if self.settings.max_demoted_tokens is not None and num_tokens > self.settings.max_demoted_tokens:
             return False
         self.counters.demoted_requests += len(who)
@@ -508,26 +509,16 @@ class RunnerGuard:
         self.counters.check_ns += time.perf_counter_ns() - started
 
 
-def demoted(
-    num_scheduled_tokens: IntArray, permutation: Sequence[int], decode_threshold: int
-) -> npt.NDArray[np.intp]:
-    """Who stood before the first query over ``decode_threshold``, and no longer does in the new order.
-
-    Batch positions.
-
-    Args:
-        num_scheduled_tokens: int32 or int64, shape ``[num_reqs]``, in the old order.
-        permutation: The old position of the request that goes to each new one.
-        decode_threshold: Longest query that runs as a decode as long as it stands there, in tokens.
-    """
+def demoted_by(batch: Batch, permutation: Sequence[int]) -> tuple[int, ...]:
+    """`Order.demoted` of an order that was not found by the core."""
+    if batch.decode_threshold is None:
+        return ()
     order = np.asarray(permutation, dtype=np.intp)
-    is_long = num_scheduled_tokens > decode_threshold
+    is_long = batch.num_scheduled_tokens > batch.decode_threshold
     if not is_long.any():
-        return order[:0]
-    led = int(is_long.argmax())
-    leads = int(is_long[order].argmax())
-    behind = order[leads:]
-    return behind[behind < led]
+        return ()
+    behind = order[int(is_long[order].argmax()) :]
+    return tuple(sorted(behind[behind < int(is_long.argmax())].tolist()))
 
 
 def _reason_of(error: BaseException) -> str:

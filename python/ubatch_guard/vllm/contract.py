@@ -71,20 +71,15 @@ def members_of(cls: ast.ClassDef) -> dict[str, frozenset[str]]:
     """Fields, methods with their parameters, and what methods assign to ``self``."""
     members: dict[str, frozenset[str]] = {}
     for node in ast.walk(cls):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
             targets = [node.target]
-        for target in targets:
-            is_field = isinstance(target, ast.Name) and node in cls.body
-            is_attribute = (
-                isinstance(target, ast.Attribute)
-                and isinstance(target.value, ast.Name)
-                and target.value.id == "self"
-            )
-            if is_field or is_attribute:
-                members[target.id if isinstance(target, ast.Name) else target.attr] = frozenset()  # type: ignore[attr-defined]
+        for target in (leaf for target in targets for leaf in ast.walk(target)):
+            if isinstance(target, ast.Name) and node in cls.body:
+                members[target.id] = frozenset()
+            elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                if target.value.id == "self":
+                    members[target.attr] = frozenset()
     for node in cls.body:
         if isinstance(node, ast.FunctionDef):
             arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)

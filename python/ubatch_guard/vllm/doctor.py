@@ -1,20 +1,28 @@
-"""``ubatch-guard doctor``: is the vLLM installed here guarded, how, and what is missing. Imports no vLLM."""
+"""``ubatch-guard doctor``: is the vLLM installed here guarded, how, and what is missing.
+
+Imports no vLLM, unless it is asked to prove what it says (`ubatch_guard.vllm.prove`).
+"""
 
 from __future__ import annotations
 
-import ast
+import argparse
 import enum
 import importlib.util
 import json
 import os
-from dataclasses import dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ubatch_guard.order_constraint import takes_any_order
 from ubatch_guard.settings import Settings, SettingsError
-from ubatch_guard.vllm.hook_points import HookPoints, read_hook_points
+from ubatch_guard.vllm.attention_backends import backends_in_sources
+from ubatch_guard.vllm.generation import HookPoints, read_hook_points
+from ubatch_guard.vllm.generations import GENERATIONS
+
+if TYPE_CHECKING:
+    from ubatch_guard.vllm.prove import Proof
 
 _GROUP, _NAME = "vllm.general_plugins", "ubatch_guard"
 
@@ -40,6 +48,8 @@ class Diagnosis:
             whole.
         mode: ``UBATCH_GUARD_MODE``, or None where the environment is malformed.
         missing: What keeps this vLLM from being guarded.
+        proofs: What came of the steps that were driven; None: none was asked for.
+        histories: Of random histories on vLLM's own scheduler, see `ubatch_guard.vllm.prove.histories`.
     """
 
     vllm: str | None = None
@@ -49,6 +59,8 @@ class Diagnosis:
     order_kept: list[str] = field(default_factory=list)
     mode: str | None = None
     missing: list[str] = field(default_factory=list)
+    proofs: list[Proof] | None = None
+    histories: dict[str, Any] | None = None
 
     @property
     def status(self) -> Exit:
@@ -59,7 +71,7 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {
+        said: dict[str, Any] = {
             "status": self.status.name.lower(),
             "vllm": self.vllm,
             "runner_in_use": self.runner_in_use,
@@ -76,6 +88,10 @@ class Diagnosis:
             "mode": self.mode,
             "missing": self.missing,
         }
+        if self.proofs is not None:
+            said["proofs"] = [asdict(proof) for proof in self.proofs]
+            said["histories"] = self.histories
+        return said
 
 
 def diagnose() -> Diagnosis:
@@ -88,10 +104,16 @@ def diagnose() -> Diagnosis:
     package = Path(spec.submodule_search_locations[0])
     found.vllm = _distribution()
     try:
-        found.runners = read_hook_points(package)
-        found.reordered, found.order_kept = _backends(package)
-    except (OSError, SyntaxError) as error:
-        found.missing.append(f"the model runners cannot be read: {error}")
+        # V1 first, as it came first.
+        for generation in reversed(GENERATIONS):
+            if (points := read_hook_points(generation, package)) is not None:
+                found.runners.append(points)
+        found.reordered, found.order_kept = backends_in_sources(package)
+    except (OSError, SyntaxError, ValueError) as error:
+        found.missing.append(f"the sources of the model runners cannot be read: {error}")
+    if not found.runners and not found.missing:
+        known = ", ".join(generation.module for generation in GENERATIONS)
+        found.missing.append(f"no model runner that is known ({known})")
     found.runner_in_use = _runner_in_use(found.runners)
     for points in found.runners:
         if points.runner in found.runner_in_use:
@@ -100,11 +122,55 @@ def diagnose() -> Diagnosis:
     return found
 
 
-def main(argv_json: bool) -> int:
-    """Print the diagnosis, as JSON if ``argv_json``; the exit status (`Exit`)."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = "Say which vLLM is installed, what the guard finds in it, and what it would do."
+    parser.epilog = "Exit status: 0 guarded, 1 not guarded, 2 no vLLM."
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="also the attention backends, and each step")
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="import vLLM and drive its own classes through steps, without a model (about half a minute)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; the exit status (`Exit`)."""
     found = diagnose()
-    print(json.dumps(found.to_json(), indent=2) if argv_json else _text(found))
+    if args.prove and found.vllm is not None:
+        _prove(found)
+    print(json.dumps(found.to_json(), indent=2) if args.json else _text(found, args.verbose))
     return found.status
+
+
+def _prove(found: Diagnosis) -> None:
+    from ubatch_guard.vllm.prove import histories, prove
+
+    found.proofs = []
+    try:
+        settings = Settings.from_environment()
+        # What vLLM prints on being imported is not what was asked for.
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        try:
+            found.proofs = prove(settings)
+            found.histories = histories(settings)
+        finally:
+            sys.stdout = stdout
+    except SettingsError:
+        # Said already.
+        return
+    except Exception as error:
+        found.missing.append(f"vLLM cannot be driven here: {type(error).__name__}: {error}")
+        return
+    for proof in found.proofs:
+        if not proof.right and proof.runner in found.runner_in_use:
+            found.missing.append(f"proof: {proof.runner}, {proof.step} step: {proof.why}")
+    if not found.proofs:
+        found.missing.append("proof: no model runner that is known could be imported")
+    unsafe = (found.histories or {}).get("unsafe_guarded", 0)
+    if unsafe:
+        found.missing.append(f"proof: {unsafe} unsafe steps in random histories, in spite of the guard")
 
 
 def _distribution() -> str:
@@ -113,22 +179,10 @@ def _distribution() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names))) or "unknown version"
 
 
-def _backends(package: Path) -> tuple[list[str], list[str]]:
-    """Class names of the attention backends in the sources: those that may be reordered, and the others."""
-    names = set()
-    for path in (package / "v1/attention/backends").rglob("*.py"):
-        if path.parent.name == "prefill":
-            continue
-        for node in ast.parse(path.read_text()).body:
-            is_backend = isinstance(node, ast.ClassDef) and node.name.endswith("Backend")
-            if is_backend and not node.name.startswith("_"):  # type: ignore[attr-defined]
-                names.add(node.name)  # type: ignore[attr-defined]
-    return sorted(filter(takes_any_order, names)), sorted(name for name in names if not takes_any_order(name))
-
-
 def _runner_in_use(runners: list[HookPoints]) -> str:
-    if all(points.runner == "v1" for points in runners):
-        return "v1"
+    names = [points.runner for points in runners]
+    if len(names) < 2:
+        return names[0] if names else ""
     chosen = {"1": "v2", "true": "v2", "0": "v1", "false": "v1"}
     return chosen.get(os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").lower(), "v1 or v2, as vLLM chooses")
 
@@ -149,22 +203,27 @@ def _look_at_environment(found: Diagnosis) -> None:
         found.missing.append(f"VLLM_PLUGINS leaves out {_NAME}")
 
 
-def _text(found: Diagnosis) -> str:
+def _text(found: Diagnosis, verbose: bool) -> str:
     if found.vllm is None:
         return "vLLM is not installed: nothing to guard"
-    lines = [f"vLLM        {found.vllm}"]
+    lines = [("vLLM", found.vllm)]
     for points in found.runners:
-        what = f"vote: {points.vote}" if points.vote else "does not microbatch, nothing to guard"
-        lines.append(
-            f"runner {points.runner}   {what}"
-            + "".join(f"\n            missing: {m}" for m in points.missing)
-        )
-    lines += [
-        f"in use      {found.runner_in_use}",
-        f"mode        {found.mode or 'malformed'}",
-        f"reordered   {', '.join(found.reordered) or 'none'}",
-        f"order kept  {', '.join(found.order_kept) or 'none'}",
-    ]
-    lines += [f"missing     {what}" for what in found.missing]
-    lines.append("guarded" if found.status is Exit.GUARDED else "NOT guarded")
-    return "\n".join(lines)
+        vote = f"votes by {points.vote}" if points.vote else "does not microbatch, nothing to guard"
+        lines.append((f"runner {points.runner}", "not understood" if points.missing else vote))
+    lines += [("in use", found.runner_in_use or "unknown"), ("mode", found.mode or "malformed")]
+    kept = f", order kept for {len(found.order_kept)}" if found.order_kept else ""
+    lines.append(("backends", f"{len(found.reordered)} reordered{kept}"))
+    if verbose:
+        lines.append(("reordered", ", ".join(found.reordered) or "none"))
+        lines.append(("order kept", ", ".join(found.order_kept) or "none"))
+    if found.proofs:
+        right = sum(proof.right for proof in found.proofs)
+        lines.append(("proof", f"{right} of {len(found.proofs)} steps as they should be"))
+        for proof in found.proofs if verbose else ():
+            vote = {True: "may be cut", False: "runs whole", None: "not shown"}[proof.vote]
+            lines.append(("", f"{proof.runner} {proof.step}: {', '.join(proof.order)}: {vote} {proof.why}"))
+    if found.histories:
+        lines.append(("histories", found.histories["said"]))
+    lines += [("missing", what) for what in found.missing]
+    text = "\n".join(f"{name:<11} {value}".rstrip() for name, value in lines)
+    return f"{text}\n{'guarded' if found.status is Exit.GUARDED else 'NOT guarded'}"

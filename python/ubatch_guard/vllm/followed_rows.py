@@ -123,7 +123,7 @@ class AllRows:
                 raise RowsLostError("the engine has no rows to make the mirror anew from")
             self._start_again()
         elif self._noted:
-            self._take_in(len(self._noted))
+            self._take_in()
 
     @property
     def restartable(self) -> bool:
@@ -150,14 +150,14 @@ class AllRows:
             # The engine's own rows will have it.
             return
         self._noted.append(scheduler_output)
-        if len(self._noted) > _MAX_NOTED:
-            # Not this step's: whoever asks in it takes that in, so that it is done once.
-            self._take_in(len(self._noted) - 1)
+        # Rows of new requests are V1's to extend from here on.
+        if self.new or len(self._noted) > _MAX_NOTED:
+            self._take_in()
 
-    def _take_in(self, count: int) -> None:
+    def _take_in(self) -> None:
         # Doubt first: an interrupt in the middle leaves rows that are neither the old ones nor the new.
         self._doubted = True
-        noted, self._noted = self._noted[:count], self._noted[count:]
+        noted, self._noted = self._noted, []
         for scheduler_output in noted:
             self._apply(scheduler_output)
         self._doubted = False
@@ -275,7 +275,7 @@ class NewRows(AllRows):
             self._doubted = False
         if self._noted:
             self._admitted = self._noted[-1]
-            self._take_in(len(self._noted))
+            self._take_in()
 
     def _keep(self, scheduler_output: Any) -> None:
         if (admitted := self._admitted) is not None:
@@ -285,7 +285,10 @@ class NewRows(AllRows):
                 if self._prefilled(admitted, request):
                     self._drop(request.req_id)
         if self._prefill_len or self._noted or self.new:
-            super()._keep(scheduler_output)
+            if len(self._noted) > _MAX_NOTED:
+                self._take_in()
+            # Not this step: if it is too small to be cut, nobody looks.
+            self._noted.append(scheduler_output)
 
     def _prefilled(self, scheduler_output: Any, request: Any) -> bool:
         """Whether the step that admits ``request`` is its last one of prefill."""

@@ -67,7 +67,7 @@ def _may_reorder_batch(runner: Any, upstream: Callable[..., Any], scheduler_outp
         batch = runner.input_batch
         req_ids = batch.req_ids
         counts = scheduler_output.num_scheduled_tokens
-        if guard.may_plan(req_ids, batch.num_computed_tokens_cpu[: len(req_ids)]):
+        if guard.wants_order(req_ids, batch.num_computed_tokens_cpu[: len(req_ids)]):
             num_scheduled_tokens = np.fromiter(map(counts.__getitem__, req_ids), np.int32, len(req_ids))
             order = guard.plan(_batch(runner, len(req_ids), num_scheduled_tokens))
     if order is not None:

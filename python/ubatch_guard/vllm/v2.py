@@ -132,9 +132,7 @@ def _watch_cuts(runner: Any, attachment: Attachment) -> None:
     if prepare is None or hasattr(prepare, "ubatch_guard"):
         return
 
-    def prepare_watched(
-        batch: Any, block_tables: Any, slot_mappings: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def prepare_watched(batch: Any, block_tables: Any, slot_mappings: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(batch, block_tables, slot_mappings, *args, **kwargs)
         guard = guard_of(runner)
         # Not for dummy and capture runs.
