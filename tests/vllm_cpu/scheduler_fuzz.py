@@ -37,7 +37,7 @@ def main() -> int:
     except NotAvailable as error:
         print(json.dumps({"not_available": str(error)}))
         return 2
-    print(json.dumps(result, indent=1))
+    print(json.dumps(result))
     return 0
 
 

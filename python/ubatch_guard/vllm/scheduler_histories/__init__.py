@@ -42,7 +42,7 @@ ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 _STEPS_PER_HISTORY = 250
 _COUNTS = ("steps", "histories", "reads", "preempted", "drafted", "loads", "set_back")
-_FINDINGS = ("sharing_steps", "wrong_whole_steps", "written_twice_steps")
+_FINDINGS = ("sharing_steps", "running_reader_steps", "wrong_whole_steps", "written_twice_steps")
 
 
 def run(
@@ -63,9 +63,10 @@ def run(
         policy: ``"fcfs"`` or ``"priority"``; None draws one for each history.
 
     Returns:
-        Plain data: ``vllm`` (version), ``runner`` (the model runner that the scheduler works for), ``seed``, how
-        often what happened (``steps`` first), ``sharing_steps`` (where a request reads what another one writes in
-        the same step), ``wrong_whole_steps`` (wrong even if run whole; not counted where a load fails in it),
+        Plain data: ``vllm`` (version), ``runner`` (the model runner that the scheduler works for), ``seed``,
+        how often what happened (``steps`` first), ``sharing_steps`` (where a request reads what another one
+        writes in the same step), ``running_reader_steps`` (where that request is neither new nor resumed),
+        ``wrong_whole_steps`` (wrong even if run whole; not counted where a load fails in it),
         ``written_twice_steps`` (two requests write the same slot), ``unsafe_steps`` per order, ``absent``
         (options that this release has not), ``stopped`` (the errors that ended histories, and how many) and
         ``first`` (per finding where it was seen first).
@@ -120,8 +121,11 @@ def run(
 
 def _findings(step: Step) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "sharing_steps": [asdict(sharing) for sharing in step.reads.sharing[:1]],
-        "wrong_whole_steps": [] if step.lost_blocks else step.reads.wrong[:1],
-        "written_twice_steps": step.written_twice[:1],
+        "sharing_steps": [asdict(sharing) for sharing in step.reads.sharing],
+        "running_reader_steps": [
+            asdict(sharing) for sharing in step.reads.sharing if sharing.reader not in step.new
+        ],
+        "wrong_whole_steps": [] if step.lost_blocks else step.reads.wrong,
+        "written_twice_steps": step.written_twice,
     }
     return {name: what[0] for name, what in found.items() if what}

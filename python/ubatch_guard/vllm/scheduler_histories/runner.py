@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ubatch_guard.vllm.scheduler_histories.orders import new_request_ids
 from ubatch_guard.vllm.scheduler_histories.slots import (
     Reads,
     Row,
@@ -27,6 +28,7 @@ class Step:
 
     Attributes:
         reads: What its requests read.
+        new: New and resumed requests.
         sampled: The tokens that each request samples, accepted drafts first.
         lost_blocks: Blocks whose load failed.
         num_set_back: Running requests whose count of computed tokens was lowered.
@@ -34,10 +36,11 @@ class Step:
     """
 
     reads: Reads
-    sampled: dict[str, list[int]] = field(default_factory=dict)
-    lost_blocks: set[int] = field(default_factory=set)
-    num_set_back: int = 0
-    written_twice: list[Slot] = field(default_factory=list)
+    new: set[str]
+    sampled: dict[str, list[int]]
+    lost_blocks: set[int]
+    num_set_back: int
+    written_twice: list[Slot]
 
 
 class MadeUpRunner:
@@ -76,7 +79,7 @@ class MadeUpRunner:
         for load in loads:
             lost_blocks |= self.load(load, loads_may_fail and self._rng.random() < 0.5)
         rows = {request: self.rows[request] for request in scheduler_output.num_scheduled_tokens}
-        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        new = new_request_ids(scheduler_output)
         writes: dict[Slot, tuple[str, int | None]] = {}
         written_twice, sampled, num_written = [], {}, {}
         for request, row in rows.items():
@@ -97,7 +100,7 @@ class MadeUpRunner:
         for request, row in rows.items():
             row.num_computed_tokens += num_written[request]
             row.tokens += sampled[request]
-        return Step(reads, sampled, lost_blocks, num_set_back, written_twice)
+        return Step(reads, new, sampled, lost_blocks, num_set_back, written_twice)
 
     def load(self, load: Any, fails: bool = False) -> set[int]:
         """Fill the slots of a load; if it ``fails``, from a random block on with nothing, and say which."""
