@@ -4,16 +4,16 @@
 #
 #   scripts/patched_vllm.sh DEST [PYTHON]       then: PYTHONPATH=DEST PYTHON ...
 #
-# PYTHON (default: python3) is the interpreter whose vLLM is copied. Only the files that the patch changes are copied,
-# everything else are links. A patch that does not fit without fuzz is an error.
+# Copied is the vLLM that PYTHON (default: python3) would import, under the PYTHONPATH of now. Only the files that the
+# patch changes are copies, all others are links. A patch that does not fit without fuzz is an error.
 set -euo pipefail
 
 dest=${1:?usage: patched_vllm.sh DEST [PYTHON]}
 python=${2:-python3}
 patch=$(cd "$(dirname "$0")/.." && pwd)/contrib/vllm-0.34/scheduler-order.patch
 # Found without being imported: that would take seconds, and a device.
-installed=$(cd / && "$python" -c 'import importlib.util, pathlib
-print(pathlib.Path(importlib.util.find_spec("vllm").origin).parent)')
+installed=$("$python" -c 'import importlib.util, pathlib
+print(pathlib.Path(importlib.util.find_spec("vllm").origin).parent.resolve())')
 
 rm -rf "$dest"
 mkdir -p "$dest"

@@ -2,8 +2,8 @@
 
     VLLM_TARGET_DEVICE=cpu python priority_preemption.py
 
-Drives vLLM's own scheduler for a few steps, without a model and without a GPU. Exit status 1 and a line per wrong
-read while the fault is there, 0 without it. See priority-preemption.md.
+Drives vLLM's own scheduler for a few steps, without a model and without a GPU. Exit status 1 and a line per
+wrong read while the fault is there, 0 without it. See priority-preemption.md.
 """
 
 import json
@@ -44,12 +44,11 @@ MODEL = {
 
 
 def make_scheduler() -> Scheduler:
+    """Chunks of 8 tokens, priorities, and a KV cache of 7 blocks of 4 tokens."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(MODEL, file)
-        model_config = ModelConfig(
-            model=folder, skip_tokenizer_init=True, max_model_len=64, dtype="float32"
-        )
+        model_config = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=64, dtype="float32")
     vllm_config = VllmConfig(
         model_config=model_config,
         scheduler_config=SchedulerConfig(
@@ -84,6 +83,7 @@ def make_scheduler() -> Scheduler:
 
 
 def add_request(scheduler: Scheduler, name: str, prompt: list[int], priority: int, max_tokens: int) -> None:
+    """A lower number is a higher priority."""
     scheduler.add_request(
         Request(
             name,
@@ -98,6 +98,7 @@ def add_request(scheduler: Scheduler, name: str, prompt: list[int], priority: in
 
 
 def main() -> int:
+    """Follow seven steps slot by slot."""
     print("vllm", vllm.__version__)
     init_none_hash(sha256)
     scheduler = make_scheduler()
@@ -118,7 +119,9 @@ def main() -> int:
             rows[new.req_id], starts[new.req_id] = list(new.block_ids[0]), new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())  # before 0.34
-        for name, blocks, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+        for name, blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             rows[name] = ([] if name in resumed else rows[name]) + list(blocks[0] if blocks else [])
             starts[name] = start
         preempted = f", preempted: {sorted(output.preempted_req_ids)}" if output.preempted_req_ids else ""

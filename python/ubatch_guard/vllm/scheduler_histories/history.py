@@ -165,14 +165,23 @@ class History:
         ids = list(output.num_scheduled_tokens)
         loaded = None
         if self._connector is not None:
-            received = {request for request in self._connector.under_way if self._rng.random() < 0.5}
-            for request in received:
-                self._runner.load(self._connector.under_way.pop(request))
+            received = self._end_loads(self._connector.under_way)
             count["loads"] += len(received)
             loaded = self._vllm.outputs.KVConnectorOutput(
                 finished_recving=received, invalid_block_ids=step.lost_blocks
             )
         return make_runner_output(ids, [step.sampled[request] for request in ids], loaded)
+
+    def _end_loads(self, under_way: dict[str, Any]) -> set[str]:
+        """Do some of the asynchronous loads; those of requests that are gone have lost their blocks."""
+        received = set()
+        for request in list(under_way):
+            if request not in self._scheduler.requests:
+                del under_way[request]
+            elif self._rng.random() < 0.5:
+                self._runner.load(under_way.pop(request))
+                received.add(request)
+        return received
 
     def _return_outputs(self) -> None:
         """Give outputs back to the scheduler; asynchronous scheduling is mostly a step ahead of that."""
