@@ -1,4 +1,7 @@
-"""Check the files of a release: what is in them, and that they agree. Usage: check_dist.py FOLDER [TAG]."""
+"""Check the files of a release: what is in them, and that they agree. Usage: check_dist.py FOLDER [TAG].
+
+With the tag that is released, it has to be the version, and no architecture may be missing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-WHEEL_NAME = re.compile(r"ubatch_guard-[^-]+-cp310-abi3-manylinux_2_17_(\w+)\.manylinux2014_\1\.whl")
+ARCHITECTURES = ["aarch64", "x86_64"]
+WHEEL_NAME = re.compile(r"ubatch_guard-[^-]+-cp310-abi3-manylinux2014_(\w+)\.manylinux_2_17_\1\.whl")
 IN_A_WHEEL = (
     ".dist-info/METADATA",
     ".dist-info/licenses/LICENSE",
@@ -79,8 +83,12 @@ def main(folder: Path, tag: str | None = None) -> int:
     problems += [f"{path.name}: {problem}" for path in sdists for problem in sdist_problems(path, version)]
     if len(sdists) != 1 or not wheels:
         problems.append(f"{len(sdists)} sdists and {len(wheels)} wheels in {folder}")
-    if tag is not None and tag != f"v{version}":
-        problems.append(f"the tag is {tag}, the version {version}")
+    if tag is not None:
+        built = [found[1] for wheel in wheels if (found := WHEEL_NAME.fullmatch(wheel.name))]
+        if built != ARCHITECTURES:
+            problems.append(f"wheels for {built}, not for {ARCHITECTURES}")
+        if tag != f"v{version}":
+            problems.append(f"the tag is {tag}, the version {version}")
     if f"## [{version}] - 2" not in (ROOT / "CHANGELOG.md").read_text():
         problems.append(f"CHANGELOG.md has no dated {version}")
     print(*problems or [f"{len(sdists)} sdist and {len(wheels)} wheels of {version} are right"], sep="\n")
