@@ -54,9 +54,6 @@ def wheel_problems(path: Path, version: str) -> Iterator[str]:
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     if [re.match(r"[\w-]+", line)[0] for line in needed] != ["numpy"]:  # type: ignore[index]
         yield f"needs {needed}, not numpy alone"
-    for link in re.findall(r"\]\(([^)]+)\)", str(about.get_payload())):
-        if not link.startswith(("https://", "#")):
-            yield f"a link that is dead on the package page: {link}"
     crates = {component["name"] for component in json.loads(content[".cyclonedx.json"])["components"]}
     if not crates >= {"pyo3", "numpy"}:
         yield f"its bill of materials has only {sorted(crates)}"
@@ -67,10 +64,17 @@ def sdist_problems(path: Path, version: str) -> Iterator[str]:
     if path.name != f"ubatch_guard-{version}.tar.gz":
         yield f"the name does not have version {version}"
     with tarfile.open(path) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    for name in IN_AN_SDIST:
-        if name not in names:
-            yield f"no {name}"
+        files = {name.partition("/")[2]: name for name in sdist.getnames()}
+        missing = [name for name in IN_AN_SDIST if name not in files]
+        if missing:
+            yield f"no {', '.join(missing)}"
+            return
+        about = sdist.extractfile(files["PKG-INFO"])
+        assert about is not None
+        page = about.read().decode()
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        if not link.startswith(("https://", "#")):
+            yield f"a link that is dead on the package page: {link}"
 
 
 def main(folder: Path, tag: str | None = None) -> int:
