@@ -17,6 +17,7 @@ PACKAGE = ROOT / "python" / "ubatch_guard"
 FLOORS = [
     {"step"},
     {"_core"},
+    {"cuts"},
     {"reference", "guard", "kv_cache_groups", "order_constraint", "settings"},
     {"counters", "trace"},
     {"runner_guard"},

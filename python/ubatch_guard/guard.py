@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from ubatch_guard._core import Checker, GuardError, InternalError, Mirror, PhaseError, ShapeError
+from ubatch_guard.cuts import as_cut, nearest_safe_cuts
 from ubatch_guard.step import (
     CutRange,
     KVCacheGroup,
@@ -108,6 +110,56 @@ class Guard:
                 step.num_settled_tokens,
             )
         return tuple(UnsafeCuts(*fields) for fields in found)
+
+    def nearest_safe_cut(
+        self,
+        step: Step | MirroredStep,
+        target: SupportsIndex,
+        *,
+        first: SupportsIndex | None = None,
+        last: SupportsIndex | None = None,
+        at_requests: bool = False,
+    ) -> int | None:
+        """The safe cut nearest to ``target``, the lower of two; None where there is none.
+
+        For an engine that chooses its own cut: `nearest_safe_cuts` with one target.
+        """
+        found = self.nearest_safe_cuts(step, [target], first=first, last=last, at_requests=at_requests)
+        return None if found is None else found[0]
+
+    def nearest_safe_cuts(
+        self,
+        step: Step | MirroredStep,
+        targets: Iterable[SupportsIndex],
+        *,
+        first: SupportsIndex | None = None,
+        last: SupportsIndex | None = None,
+        at_requests: bool = False,
+    ) -> tuple[int, ...] | None:
+        """The ascending safe cuts nearest to ``targets``, one for each; None where there are not so many.
+
+        The step stays as it is, and every cut returned is safe in it. Of all choices the one whose largest
+        distance to its target is least, of these the one whose summed distance is, of these the lowest.
+
+        Args:
+            step: The step, in its final order.
+            targets: Wished cuts in tokens, strictly ascending, one fewer than microbatches; integers of any
+                type. They may lie outside ``first .. last``.
+            first: Lowest cut to choose; None: 1.
+            last: Highest cut to choose; None: the last that leaves a token for the last microbatch.
+            at_requests: Cut between requests only.
+
+        Raises:
+            GuardError: Targets that do not ascend, a cut that is no integer (`DtypeError`) or would leave a
+                microbatch empty, or bad input, see its subclasses.
+        """
+        highest = step.num_tokens - 1
+        cuts = CutRange(1 if first is None else as_cut(first), highest if last is None else as_cut(last))
+        if cuts.first < 1 or cuts.last > highest:
+            raise GuardError(f"no cuts {cuts.first} to {cuts.last}: those of the step are 1 to {highest}")
+        unsafe = self.unsafe_cuts(step, cuts)
+        ends = np.cumsum(step.num_scheduled_tokens, dtype=np.int64) if at_requests else None
+        return nearest_safe_cuts(unsafe, targets, cuts, ends)
 
     def order(
         self,

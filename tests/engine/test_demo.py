@@ -45,7 +45,7 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
 
 def check(got: dict[str, dict[str, Any]]) -> None:
     """Check what holds on every workload with a hazard."""
-    assert list(got) == ["whole", "unguarded", "vllm", "veto", "reorder"]
+    assert list(got) == ["whole", "unguarded", "vllm", "veto", "reorder", "move"]
     assert len({row["requests"] for row in got.values()}) == 1
     assert len({row["steps"] for row in got.values()}) == 1
     assert got["whole"]["split"] == got["whole"]["unwritten_reads"] == 0
@@ -53,11 +53,13 @@ def check(got: dict[str, dict[str, Any]]) -> None:
     for row in got.values():
         assert row["eligible"] == (0 if row["policy"] == "whole" else row["split"] + row["vetoed"])
         assert row["wrong"] == 0 or row["unwritten_reads"] > 0
-    for policy in ("veto", "reorder"):
+    for policy in ("veto", "reorder", "move"):
         assert got[policy]["wrong"] == got[policy]["unwritten_reads"] == 0
     assert got["veto"]["vetoed"] > 0
     assert got["reorder"]["reordered"] > 0
     assert got["reorder"]["split"] == got["reorder"]["eligible"] > 0
+    assert got["move"]["reordered"] == 0
+    assert got["move"]["split"] > got["veto"]["split"]
 
 
 @pytest.mark.parametrize("workload", demo.WORKLOADS)

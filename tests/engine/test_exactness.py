@@ -17,10 +17,12 @@ from ubatch_guard.engine.guarded import GuardedRunner, make_runner
 from ubatch_guard.engine.llm_engine import LLMEngine, load_model
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.runner import Runner
+from ubatch_guard.engine.ubatch import multiples
 from ubatch_guard.engine.workloads import WorkloadRequest
+from ubatch_guard.guard import Guard
 from ubatch_guard.reference import vllm_allows
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import Policy
+from ubatch_guard.step import Policy, Step
 
 from .random_workloads import random_workload
 from .recording import RecordingRunner
@@ -116,6 +118,63 @@ def test_guard_and_execution_agree(part: int) -> None:
         "wrong workloads",
     ):
         assert seen[kind] > 0, kind
+
+
+def moved_run(
+    config: EngineConfig, requests: list[WorkloadRequest], right: dict[str, list[int]], seen: Counter[str]
+) -> None:
+    """Every step is cut as near to its midpoints as is safe, and where veto cuts, at the midpoints."""
+    vetoing = LLMEngine(config, make_runner("veto", config, model_of(config)))
+    vetoing.serve(requests)
+    runner = make_runner("move", config, model_of(config))
+    engine = LLMEngine(config, runner)
+
+    def compare(_: int) -> None:
+        report = runner.last_step
+        if not report.eligible:
+            return
+        midpoints = tuple(multiples(report.num_tokens, config.parallel_config.num_ubatches))
+        seen["eligible"] += 1
+        seen["cut at the midpoints"] += report.cuts == midpoints
+        seen["cut elsewhere"] += report.cuts not in ((), midpoints)
+        seen["run whole"] += not report.cuts
+
+    assert engine.serve(requests, compare) == right
+    assert engine.stats.unwritten_reads == 0
+    assert engine.stats.eligible == vetoing.stats.eligible
+    assert engine.stats.split >= vetoing.stats.split
+    seen["cut by veto"] += vetoing.stats.split
+
+
+def test_moved_cuts_are_exact() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(120):
+        config, requests = random_workload(seed)
+        try:
+            moved_run(config, requests, whole_run(config, requests), seen)
+        except AssertionError as error:
+            raise AssertionError(f"random_workload({seed})") from error
+    print(dict(seen))
+    assert seen["cut at the midpoints"] + seen["cut elsewhere"] > seen["cut by veto"] > 0
+    assert seen["cut elsewhere"] > 0
+    assert seen["run whole"] > 0
+
+
+def test_cuts_moved_the_other_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a runner that looks for its cut among the unsafe ones reads what is not written."""
+    monkeypatch.setattr(Guard, "nearest_safe_cuts", nearest_unsafe_cuts)
+    unsafe_steps = 0
+    for seed in range(30):
+        config, requests = random_workload(seed)
+        engine = LLMEngine(config, make_runner("move", config, model_of(config)))
+        engine.serve(requests)
+        unsafe_steps += engine.stats.unsafe_steps
+    assert unsafe_steps > 0
+
+
+def nearest_unsafe_cuts(guard: Guard, step: Step, targets: list[int]) -> tuple[int, ...]:
+    unsafe = {cut for found in guard.unsafe_cuts(step) for cut in range(found.first, found.last + 1)}
+    return (min(unsafe, key=lambda cut: abs(cut - targets[0]), default=targets[0]), *targets[1:])
 
 
 def test_vllms_rule_and_execution_disagree() -> None:

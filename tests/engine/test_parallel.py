@@ -27,10 +27,10 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"} | extra
 
 
-def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(size: int, *program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     return subprocess.run(
-        [*command, str(WORKER), *arguments], env=environment(), capture_output=True, text=True, timeout=300
+        [*command, *program], env=environment(), capture_output=True, text=True, timeout=300
     )
 
 
@@ -47,7 +47,7 @@ def single_rank() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_answer_as_one_does(size: int, single_rank: dict[str, list[int]], tmp_path: Path) -> None:
-    done = torchrun(size, str(tmp_path), "reorder,veto,recorded")
+    done = torchrun(size, str(WORKER), str(tmp_path), "reorder,veto,recorded")
     assert done.returncode == 0, done.stderr
     for rule in ("reorder", "veto", "recorded"):
         ranks = [report[rule] for report in reports(tmp_path, size)]
@@ -70,10 +70,19 @@ def test_ranks_answer_as_one_does(size: int, single_rank: dict[str, list[int]], 
 
 
 def test_torchrun_ends_when_a_rank_is_killed(tmp_path: Path) -> None:
-    done = torchrun(2, str(tmp_path), "reorder", "die", "3")
+    done = torchrun(2, str(WORKER), str(tmp_path), "reorder", "die", "3")
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_on_ranks_moves_no_cut() -> None:
+    demo = ("-m", "ubatch_guard.cli", "demo", "--device", "cpu", "--json")
+    done = torchrun(2, *demo, "--limit", "12", "--workload", "requests")
+    assert done.returncode == 0, done.stderr
+    rows = {row["policy"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == ["whole", "unguarded", "vllm", "veto", "reorder"]
+    assert rows["reorder"]["wrong"] == rows["veto"]["wrong"] == 0
 
 
 @pytest.mark.parametrize("end", ["die", "hang"])
@@ -100,6 +109,15 @@ def test_the_other_rank_ends_with_an_error(end: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_a_cut_is_moved_on_one_rank_alone() -> None:
+    config, _ = parallel_workload()
+    model = load_model(config)
+    make_runner("move", config, model)
+    for size in (2, 4):
+        with pytest.raises(ValueError, match=f"{size} ranks: a cut can be moved on one alone"):
+            make_runner("move", config, model, Ranks(size))
 
 
 def test_a_single_rank_votes_alone() -> None:

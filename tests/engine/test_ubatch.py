@@ -64,6 +64,15 @@ def test_the_split_point_can_be_given() -> None:
     assert [(s.request_slice.start, s.request_slice.stop) for s in slices] == [(0, 2), (1, 2)]
 
 
+def test_so_can_the_cuts() -> None:
+    slices, padded_slices = maybe_create_ubatch_slices(True, np.array([4, 4]), 9, 2, 3, split_point=[3, 4])
+    assert slices is not None
+    assert padded_slices is not None
+    assert [(s.token_slice.start, s.token_slice.stop) for s in slices] == [(0, 3), (3, 4), (4, 8)]
+    assert [(s.request_slice.start, s.request_slice.stop) for s in slices] == [(0, 1), (0, 1), (1, 2)]
+    assert padded_slices[-1].token_slice == slice(4, 9)
+
+
 def test_thresholds() -> None:
     config = ParallelConfig(num_ubatches=3, dbo_prefill_token_threshold=6, dbo_decode_token_threshold=2)
     assert check_ubatch_thresholds(config, 6, uniform_decode=False)

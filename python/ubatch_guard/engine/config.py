@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ubatch_guard.step import Policy
+
 ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen3_moe")
 """``model_type`` of the Hugging Face checkpoints that the model can load."""
+
+RULES = ("unguarded", "vllm", *(policy.value for policy in Policy), "move")
+"""What decides about a step with an unsafe cut: nobody; vLLM's rule; the guard under one of its policies; or
+the guard moves the cut to the nearest safe one. The last is for one rank alone: of several, none knows where
+its step is cut before all have voted."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Names of the torch dtypes that weights and KV cache can have."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .parallel import Ranks
 
 WORKLOADS = ("fewshot", "grpo", "rag", "requests")
-POLICIES = ("unguarded", "vllm", "veto", "reorder")
-GUARDED = ("veto", "reorder")
+POLICIES = ("unguarded", "vllm", "veto", "reorder", "move")
+GUARDED = ("veto", "reorder", "move")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         action="append",
-        help="run only this one (may be repeated; default: all)",
+        help="run only this one (may be repeated; default: all, but move on one rank alone)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint (default: random)")
@@ -131,7 +131,8 @@ def _run(args: argparse.Namespace, name: str, file: Path | None, device: str, ra
     status, story = 0, None
     with contextlib.ExitStack() as screen:
         progress = _progress_bar(screen) if leads and sys.stderr.isatty() else _no_progress
-        for run in compare(args.policy or POLICIES, workload, config, model, ranks, progress):
+        policies = args.policy or [policy for policy in POLICIES if policy != "move" or ranks.size == 1]
+        for run in compare(policies, workload, config, model, ranks, progress):
             row = run.row
             if leads:
                 print(json.dumps(asdict(row) | extra) if args.json else line(row), flush=True)

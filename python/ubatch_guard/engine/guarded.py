@@ -1,6 +1,7 @@
 """The runner under other rules than none: vLLM's own, and the guard's.
 
 `GuardedRunner` is how the mixin drops into a runner: it goes before it in the bases, and that is all.
+`MovingRunner` is for a runner that chooses its own cut: it asks the guard for one.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ubatch_guard.guard import Guard
 from ubatch_guard.kv_cache_groups import read_groups
 from ubatch_guard.reference import vllm_allows
 from ubatch_guard.runner_mixin import UBatchGuardMixin
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy, Step, feasible_cuts
 
-from .config import EngineConfig
+from .config import RULES, EngineConfig
 from .model import DecoderModel
 from .parallel import Ranks
 from .runner import Runner
+from .ubatch import multiples
 
 
 def step_of(runner: Runner, num_scheduled_tokens: npt.NDArray[np.int32]) -> Step:
@@ -48,15 +51,35 @@ class GuardedRunner(UBatchGuardMixin, Runner):
     ubatch_guard_cuts = staticmethod(feasible_cuts)
 
 
-RULES = ("unguarded", "vllm", *(policy.value for policy in Policy))
-"""Names of the rules that `make_runner` knows."""
+class MovingRunner(Runner):
+    """Cuts a step at the safe cuts nearest to the runner's own; where there are none, votes to run it whole.
+
+    Raises:
+        ValueError: There are several ranks.
+    """
+
+    def __init__(self, config: EngineConfig, model: DecoderModel, ranks: Ranks | None = None) -> None:
+        super().__init__(config, model, ranks)
+        if self.ranks.size > 1:
+            raise ValueError(
+                f"{self.ranks.size} ranks: a cut can be moved on one alone, several settle theirs in the vote"
+            )
+        self._guard = Guard(read_groups(self.kv_cache_config).groups)
+
+    def _allow_microbatching(self, num_reqs: int, num_scheduled_tokens_np: npt.NDArray[np.int32]) -> bool:
+        num_ubatches = self.parallel_config.num_ubatches
+        step = step_of(self, num_scheduled_tokens_np[:num_reqs])
+        if num_ubatches < 2 or step.num_tokens < num_ubatches:
+            return False  # it is not cut in any case
+        self._split_point = self._guard.nearest_safe_cuts(step, multiples(step.num_tokens, num_ubatches))
+        return self._split_point is not None
 
 
 def make_runner(rule: str, config: EngineConfig, model: DecoderModel, ranks: Ranks | None = None) -> Runner:
-    """A runner under one of the `RULES`.
+    """A runner under one of the `config.RULES`.
 
     Raises:
-        ValueError: The rule is none of them.
+        ValueError: The rule is none of them, or not for several ranks.
     """
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is none of {', '.join(RULES)}")
@@ -64,6 +87,8 @@ def make_runner(rule: str, config: EngineConfig, model: DecoderModel, ranks: Ran
         return Runner(config, model, ranks)
     if rule == "vllm":
         return VLLMRuleRunner(config, model, ranks)
+    if rule == "move":
+        return MovingRunner(config, model, ranks)
     runner = GuardedRunner(config, model, ranks)
     runner.ubatch_guard_settings = Settings(policy=Policy(rule))
     return runner

@@ -6,6 +6,7 @@ guard drops in for are `_update_states`, `_may_reorder_batch` and `_allow_microb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,8 @@ class Runner:
         self.input_batch = InputBatch(self.kv_cache_config, scheduler.max_num_seqs, scheduler.max_model_len)
         self.requests: dict[str, CachedRequestState] = {}
         self.last_step = StepReport(0, 0, False, ())
+        self._split_point: Sequence[int] | None = None
+        """Where to cut the step under way; None: into equal parts."""
         self._sampler = Sampler()
         self._streams = make_streams(self.device)
         self._kv_caches = self._allocate_kv_caches()
@@ -117,6 +120,7 @@ class Runner:
             execution.batch_descriptor.num_tokens,
             execution.batch_descriptor.num_reqs,
             self.parallel_config.num_ubatches,
+            self._split_point,
         )
         hidden = self._run_model(num_scheduled_tokens, ubatch_slices_padded, execution)
         sampled = self._sample(hidden, num_scheduled_tokens)

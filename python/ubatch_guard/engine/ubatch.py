@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,15 +52,21 @@ def is_last_ubatch_empty(num_tokens: int, num_tokens_padded: int, num_ubatches: 
     return num_tokens_padded // num_ubatches * (num_ubatches - 1) >= num_tokens
 
 
+def multiples(num_tokens_padded: int, num_ubatches: int, size: int | None = None) -> list[int]:
+    """The cuts that make microbatches of ``size`` tokens, but for the last; None: of equal sizes."""
+    size = num_tokens_padded // num_ubatches if size is None else size
+    return [size * i for i in range(1, num_ubatches)]
+
+
 def maybe_create_ubatch_slices(
     should_ubatch: bool,
     num_scheduled_tokens: IntArray,
     num_tokens_padded: int,
     num_reqs_padded: int,
     num_ubatches: int,
-    split_point: int | None = None,
+    split_point: Sequence[int] | int | None = None,
 ) -> tuple[UBatchSlices | None, UBatchSlices | None]:
-    """Cut a step at multiples of ``split_point`` tokens.
+    """Cut a step at multiples of ``split_point`` tokens, or at the very cuts it holds.
 
     Args:
         should_ubatch: Cut at all.
@@ -68,19 +74,20 @@ def maybe_create_ubatch_slices(
         num_tokens_padded: Tokens with padding, the same on every rank.
         num_reqs_padded: Requests with padding.
         num_ubatches: Microbatches.
-        split_point: Tokens of each microbatch but the last; None: ``num_tokens_padded // num_ubatches``.
+        split_point: Tokens of each microbatch but the last; None: ``num_tokens_padded // num_ubatches``; or
+            the cuts, one fewer than microbatches.
 
     Returns:
         The slices without padding, and those with all padding in the last one; None twice: do not cut.
     """
     if not should_ubatch:
         return None, None
-    size = num_tokens_padded // num_ubatches if split_point is None else split_point
+    if split_point is None or isinstance(split_point, int):
+        split_point = multiples(num_tokens_padded, num_ubatches, split_point)
     ends = np.cumsum(num_scheduled_tokens)
     num_tokens = int(ends[-1])
-    cuts = [0, *(size * i for i in range(1, num_ubatches)), num_tokens]
     slices = []
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise([0, *split_point, num_tokens]):
         first_req = int(np.searchsorted(ends, start, side="right"))
         last_req = int(np.searchsorted(ends, stop, side="left"))
         slices.append(UBatchSlice(slice(first_req, last_req + 1), slice(start, stop)))
