@@ -6,10 +6,10 @@ import importlib.util
 import json
 
 import pytest
+from ubatch_guard.vllm.hook_points import probe
 
 from ubatch_guard.cli import main
 from ubatch_guard.vllm.doctor import Exit
-from ubatch_guard.vllm.hook_points import probe
 
 V1 = """
 class GPUModelRunner(Mixin):

@@ -308,7 +308,7 @@ def test_a_group_of_a_kind_that_is_not_known_counts_as_read_as_a_whole(
 
 @pytest.mark.parametrize("block_size", [0, 16.5, None])
 def test_groups_that_cannot_be_read(block_size: object, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps that admit a request run whole; in the others nobody reads what they write, whatever the groups."""
+    """Steps that admit a request run whole; in the others nobody reads what they write."""
 
     class BrokenSpec:
         pass

@@ -21,12 +21,12 @@ if importlib.util.find_spec("vllm") is None:
 # The processes started here inherit the environment that this sets.
 import cpu_engine  # noqa: F401
 from tiny_models import save_tiny_model
+from ubatch_guard.vllm.hook_points import MODULES, probe
 
 from ubatch_guard.runner_mixin import V1_HOOKS, V2_HOOKS
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.vllm import plugin
-from ubatch_guard.vllm.hook_points import MODULES, probe
 
 SETTINGS = Settings(policy=Policy.REORDER)
 

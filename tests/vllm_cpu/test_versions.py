@@ -18,7 +18,6 @@ if importlib.util.find_spec("vllm") is None:
 # The processes started here inherit the environment that this sets.
 import cpu_engine  # noqa: F401
 from tiny_models import save_tiny_model
-
 from ubatch_guard.vllm.hook_points import HookPoints, read_hook_points
 
 ROOT = Path(__file__).parents[2]

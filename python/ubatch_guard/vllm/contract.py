@@ -74,12 +74,11 @@ def members_of(cls: ast.ClassDef) -> dict[str, frozenset[str]]:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AnnAssign):
             targets = [node.target]
-        for target in (leaf for target in targets for leaf in ast.walk(target)):
-            if isinstance(target, ast.Name) and node in cls.body:
-                members[target.id] = frozenset()
-            elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                if target.value.id == "self":
-                    members[target.attr] = frozenset()
+        for leaf in (leaf for target in targets for leaf in ast.walk(target)):
+            if isinstance(leaf, ast.Name) and node in cls.body:
+                members[leaf.id] = frozenset()
+            elif isinstance(leaf, ast.Attribute) and ast.unparse(leaf.value) == "self":
+                members[leaf.attr] = frozenset()
     for node in cls.body:
         if isinstance(node, ast.FunctionDef):
             arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)

@@ -26,7 +26,7 @@ def first_read_of_a_later_write(
     """The first slot that a microbatch reads and a later one writes; None: there is none.
 
     Args:
-        query_start_loc: On the host, shape ``[num_reqs + 1]``: first token offset of each request, and the end.
+        query_start_loc: On the host, shape ``[num_reqs + 1]``: first token offset of each request; the end.
         seq_lens: On the host, shape ``[num_reqs]``: tokens of each request after the step.
         cuts: Token offsets at which the later microbatches begin.
         groups: Per KV cache group: how it is read; tokens in a block of the table; the block table, shape

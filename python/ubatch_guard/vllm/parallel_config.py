@@ -1,4 +1,4 @@
-"""What a runner's ``parallel_config`` says about microbatches: whether, from how many tokens on, and where."""
+"""What a runner's ``parallel_config`` says about microbatches: whether, from how many tokens, and where."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""``ubatch-guard doctor --prove``: the installed vLLM's own runner classes, driven through steps without a model.
+"""``ubatch-guard doctor --prove``: the installed vLLM's own classes, driven through steps without a model.
 
 A runner object is made without its constructor, so without a device: it has vLLM's own methods, the hooks on
 them, and stand-ins for what touches the device. Its steps are vLLM's own `SchedulerOutput`; what is looked at
-is the batch order that vLLM's code arrives at, and the vote as it reaches the ranks' agreement.
+is the batch order that vLLM's code arrives at, and the vote as it reaches the ranks' agreement. Then random
+histories on vLLM's own scheduler, whose steps are ordered by the guard.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import contextlib
 import dataclasses
 import importlib
 import os
-import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 
+from ubatch_guard.runner_mixin import UBatchGuardMixin
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.vllm import plugin
@@ -220,7 +222,7 @@ def _drive_v2(module: Any, requests: tuple[_Request, ...]) -> tuple[tuple[str, .
 
 
 def _drive_v1(module: Any, requests: tuple[_Request, ...]) -> tuple[tuple[str, ...], bool]:
-    """``_update_states``, then the vote as ``coordinate_batch_across_dp`` gets it, or the method that votes."""
+    """``_update_states``; then the vote, by its method or as ``coordinate_batch_across_dp`` gets it."""
     runner = object.__new__(module.GPUModelRunner)
     for name in ("speculative_config", "lora_config", "num_accepted_tokens_event"):
         setattr(runner, name, None)
@@ -243,7 +245,7 @@ def _drive_v1(module: Any, requests: tuple[_Request, ...]) -> tuple[tuple[str, .
     group = SimpleNamespace(is_last_rank=True, is_first_rank=True, world_size=1)
     # V1 fills its batch from the front: the reader is to be there.
     scheduler_output = _scheduler_output(tuple(reversed(requests)))
-    with mock.patch.object(module, "get_pp_group", lambda: group), _quiet():
+    with mock.patch.object(module, "get_pp_group", return_value=group), _quiet():
         runner._update_states(scheduler_output)
         order = tuple(runner.input_batch.req_ids)
         counts = np.array([scheduler_output.num_scheduled_tokens[name] for name in order], np.int32)
@@ -280,7 +282,7 @@ def _vote_by_keyword(module: Any, runner: Any, counts: Any) -> bool:
 
 
 def _input_batch() -> Any:
-    """vLLM's own persistent batch; its parameters move from release to release."""
+    """The persistent batch of V1, vLLM's own; its parameters move from release to release."""
     import inspect
 
     import torch
@@ -329,7 +331,7 @@ def _parallel_config() -> Any:
 
 
 def _scheduler_output(requests: tuple[_Request, ...]) -> Any:
-    """vLLM's own, with all ``requests`` new."""
+    """A step of vLLM's with all ``requests`` new."""
     output = importlib.import_module("vllm.v1.core.sched.output")
     sampling = importlib.import_module("vllm.sampling_params").SamplingParams(temperature=0.0, max_tokens=1)
     new = []
@@ -361,6 +363,120 @@ def _scheduler_output(requests: tuple[_Request, ...]) -> Any:
         "total_num_scheduled_tokens": sum(counts.values()),
     }
     return dataclasses.replace(empty, **changes)
+
+
+class _BatchReqState(NamedTuple):
+    """The batch of a V2 runner, as far as a guard looks at it."""
+
+    req_ids: list[str]
+    num_scheduled_tokens: np.ndarray[Any, np.dtype[np.int32]]
+    num_tokens: int
+    idx_mapping_np: np.ndarray[Any, np.dtype[np.intp]]
+    is_prefilling_np: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class _ScheduledRunner:
+    """A V2 runner that only keeps what its guard asks it for; every step is large enough to be cut."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        speculative = vllm_config.speculative_config
+        self.decode_query_len = 1 + (speculative.num_speculative_tokens if speculative else 0)
+        self.kv_cache_config = kv_cache_config
+        self.parallel_config = _parallel_config()
+        self.ubatch_runner: Any = SimpleNamespace()
+        self.req_states = SimpleNamespace(num_computed_tokens_np=np.zeros(4096, np.int32), req_id_to_index={})
+        self._prefill_len = np.zeros(4096, np.int32)
+        self._in_order: list[str] = []
+
+    def order(self, scheduler_output: Any, in_order: list[str]) -> tuple[list[str], bool]:
+        """The batch order and the vote of a step that vLLM would run ``in_order``."""
+        self._in_order = in_order
+        return self.execute_model(scheduler_output)
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.req_states.req_id_to_index.pop(req_id, None)
+
+    def execute_model(self, scheduler_output: Any) -> tuple[list[str], bool]:
+        self.finish_requests(scheduler_output)
+        cached, indices = scheduler_output.scheduled_cached_reqs, self.req_states.req_id_to_index
+        for request in scheduler_output.scheduled_new_reqs:
+            free = (index for index in range(4096) if index not in set(indices.values()))
+            indices[request.req_id] = index = indices.get(request.req_id, next(free))
+            tokens = request.prefill_token_ids or request.prompt_token_ids
+            self._prefill_len[index] = len(tokens)
+            self.req_states.num_computed_tokens_np[index] = request.num_computed_tokens
+        for req_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self.req_states.num_computed_tokens_np[indices[req_id]] = num_computed_tokens
+        if not scheduler_output.num_scheduled_tokens:
+            return [], True
+        state, _ = self.gather_batch_req_state(scheduler_output, False)
+        return state.req_ids, self.ubatch_runner is not None
+
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> tuple[_BatchReqState, None]:
+        counts = scheduler_output.num_scheduled_tokens
+        index = np.array([self.req_states.req_id_to_index[req_id] for req_id in self._in_order], np.intp)
+        computed = self.req_states.num_computed_tokens_np[index]
+        num_scheduled_tokens = np.array([counts[req_id] for req_id in self._in_order], np.int32)
+        prefilling = computed < self._prefill_len[index]
+        total = int(num_scheduled_tokens.sum())
+        return _BatchReqState(self._in_order, num_scheduled_tokens, total, index, prefilling), None
+
+
+def histories(settings: Settings, seconds: float = 6.0) -> dict[str, Any]:
+    """Random histories on the installed vLLM's own scheduler, their steps ordered and voted on by the guard.
+
+    Args:
+        settings: As the engine would be started with.
+        seconds: After so many no further history begins.
+
+    Returns:
+        ``steps``; ``sharing``: those in which a request reads what another one writes in them;
+        ``unsafe_unguarded``: steps with an unsafe cut in vLLM's own order; ``unsafe_guarded``: in the order
+        of the guard, where it voted yes; ``refused``: steps on which it voted no; ``said``: all of it in words.
+    """
+    from ubatch_guard.vllm.scheduler_histories import NotAvailable, run, running_first
+
+    refused = 0
+    guarded = type("_GuardedRunner", (UBatchGuardMixin, _ScheduledRunner), {SETTINGS: settings})
+
+    def make_order(vllm_config: Any, kv_cache_config: Any) -> Callable[[Any, list[str]], list[str]]:
+        runner = guarded(vllm_config, kv_cache_config)
+
+        def order(scheduler_output: Any, in_order: list[str]) -> list[str]:
+            nonlocal refused
+            ids, allowed = runner.order(scheduler_output, in_order)
+            if allowed:
+                return ids
+            refused += 1
+            # It runs whole, and so it counts as safe.
+            return running_first(scheduler_output, in_order)
+
+        return order
+
+    orders = {
+        "unguarded": lambda vllm_config, kv_cache_config: lambda output, ids: ids,
+        "guarded": make_order,
+    }
+    counts = dict.fromkeys(("steps", "sharing", "unsafe_unguarded", "unsafe_guarded"), 0)
+    started = time.monotonic()
+    seed = 0
+    try:
+        while not seed or time.monotonic() - started < seconds:
+            with _quiet():
+                found = run(seed, 250, orders=orders)
+            seed += 1
+            counts["steps"] += found["steps"]
+            counts["sharing"] += found["sharing_steps"]
+            for name in orders:
+                counts[f"unsafe_{name}"] += found["unsafe_steps"][name]
+    except NotAvailable as error:
+        return {**counts, "refused": refused, "said": f"not available: {error}"}
+    said = (
+        f"{counts['steps']} steps of vLLM's scheduler, {counts['sharing']} with sharing: unsafe "
+        f"{counts['unsafe_unguarded']} without the guard, {counts['unsafe_guarded']} with it, {refused} refused"
+    )
+    return {**counts, "refused": refused, "said": said}
 
 
 @contextlib.contextmanager
