@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -28,7 +29,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 8  # one of them is the null block
 CHUNK = 8
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,8 +43,8 @@ MODEL = {
 }
 
 
-def make_scheduler() -> Scheduler:
-    """Chunks of 8 tokens, priorities, and a KV cache of 7 blocks of 4 tokens."""
+def make_scheduler(num_blocks: int, **scheduler_config: Any) -> Scheduler:
+    """A scheduler without an engine; one of the ``num_blocks`` is the null block."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(MODEL, file)
@@ -52,14 +52,12 @@ def make_scheduler() -> Scheduler:
     vllm_config = VllmConfig(
         model_config=model_config,
         scheduler_config=SchedulerConfig(
-            policy="priority",
-            max_num_batched_tokens=2 * CHUNK,
-            long_prefill_token_threshold=CHUNK,
             max_num_seqs=4,
             max_model_len=64,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             async_scheduling=False,
+            **scheduler_config,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         parallel_config=ParallelConfig(),
@@ -67,12 +65,13 @@ def make_scheduler() -> Scheduler:
     # What the platform may have changed, and what a profiling run would have found.
     vllm_config.cache_config.block_size = BLOCK_SIZE
     vllm_config.cache_config.enable_prefix_caching = True
-    vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    vllm_config.cache_config.num_gpu_blocks = num_blocks
     attention = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    init_none_hash(sha256)
     return Scheduler(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
         ),
@@ -82,7 +81,9 @@ def make_scheduler() -> Scheduler:
     )
 
 
-def add_request(scheduler: Scheduler, name: str, prompt: list[int], priority: int, max_tokens: int) -> None:
+def add_request(
+    scheduler: Scheduler, name: str, prompt: list[int], priority: int = 0, max_tokens: int = 1
+) -> None:
     """A lower number is a higher priority."""
     scheduler.add_request(
         Request(
@@ -100,8 +101,12 @@ def add_request(scheduler: Scheduler, name: str, prompt: list[int], priority: in
 def main() -> int:
     """Follow seven steps slot by slot."""
     print("vllm", vllm.__version__)
-    init_none_hash(sha256)
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(
+        num_blocks=8,
+        policy="priority",
+        max_num_batched_tokens=2 * CHUNK,
+        long_prefill_token_threshold=CHUNK,
+    )
     slots: dict[tuple[int, int], list[int]] = {}  # (block, offset): the tokens its KV was computed for
     rows: dict[str, list[int]] = {}  # request: its blocks
     num_wrong = 0

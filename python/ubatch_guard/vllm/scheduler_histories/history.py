@@ -98,10 +98,9 @@ class History:
         if self._options.aborts and scheduler.requests and rng.random() < 0.05:
             self._abort(rng.choice(list(scheduler.requests)))
         if self._options.resets and rng.random() < 0.01:
-            # vLLM refuses to take blocks away from requests that wait for a load.
-            scheduler.reset_prefix_cache(
-                reset_running_requests=self._connector is None and rng.random() < 0.5
-            )
+            # vLLM refuses to reset under requests that wait, for a load or for their session, and hold blocks.
+            nobody_waits = self._connector is None and not self._options.streaming
+            scheduler.reset_prefix_cache(reset_running_requests=nobody_waits and rng.random() < 0.5)
 
     def _add(self, prompt: list[int]) -> None:
         request = f"{self._name}-{self._num_requests}"
