@@ -75,7 +75,12 @@ class Guard:
         asked = feasible_cuts(step.num_tokens, self.num_ubatches) if cuts is None else cuts
         if isinstance(step, MirroredStep):
             return self.mirror.is_safe(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, asked.first, asked.last
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                asked.first,
+                asked.last,
+                step.num_read_tokens,
             )
         self._same_groups(step)
         return self._checker.is_safe(
@@ -85,6 +90,7 @@ class Guard:
             asked.first,
             asked.last,
             step.num_settled_tokens,
+            step.num_read_tokens,
         )
 
     def unsafe_cuts(self, step: Step | MirroredStep, cuts: CutRange = ALL_CUTS) -> tuple[UnsafeCuts, ...]:
@@ -95,7 +101,12 @@ class Guard:
         """
         if isinstance(step, MirroredStep):
             found = self.mirror.unsafe_cuts(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, cuts.first, cuts.last
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                cuts.first,
+                cuts.last,
+                step.num_read_tokens,
             )
         else:
             self._same_groups(step)
@@ -106,6 +117,7 @@ class Guard:
                 cuts.first,
                 cuts.last,
                 step.num_settled_tokens,
+                step.num_read_tokens,
             )
         return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -138,7 +150,12 @@ class Guard:
         allowed = self._allowed_phases(step.num_reqs, phases, constraint)
         if isinstance(step, MirroredStep):
             found = self.mirror.order(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, allowed, short_query
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                allowed,
+                short_query,
+                step.num_read_tokens,
             )
         else:
             self._same_groups(step)
@@ -149,6 +166,7 @@ class Guard:
                 allowed,
                 step.num_settled_tokens,
                 short_query,
+                step.num_read_tokens,
             )
         if found is None:
             return None
