@@ -106,9 +106,27 @@ fn order_tuple(order: Option<Order>) -> Option<OrderTuple> {
     order.map(|order| (order.permutation, order.swaps, order.demoted))
 }
 
+/// A Python integer, clipped to 64 bits.
+#[derive(Clone, Copy)]
+struct Clipped(i64);
+
+impl<'py> FromPyObject<'_, 'py> for Clipped {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match object.extract() {
+            Ok(value) => Ok(Self(value)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Ok(Self(if object.lt(0)? { i64::MIN } else { i64::MAX }))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// A range of cuts from optional Python integers; what lies outside any step is clipped.
-fn cuts(first: Option<i64>, last: Option<i64>) -> Cuts {
-    let clip = |cut: i64| u32::try_from(cut.max(0)).unwrap_or(u32::MAX);
+fn cuts(first: Option<Clipped>, last: Option<Clipped>) -> Cuts {
+    let clip = |Clipped(cut): Clipped| u32::try_from(cut.max(0)).unwrap_or(u32::MAX);
     Cuts {
         first: first.map_or(Cuts::ALL.first, clip),
         // A last cut below 0 leaves no cut at all.
@@ -303,8 +321,8 @@ impl Checker {
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
@@ -325,8 +343,8 @@ impl Checker {
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
@@ -352,7 +370,7 @@ impl Checker {
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
-        short_query: Option<i64>,
+        short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
@@ -366,7 +384,7 @@ impl Checker {
                     let (planner, requests) = (&mut this.planner, this.batch.requests().len());
                     planner.clear();
                     this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
-                    let short = short_query.map(|most| this.batch.short(most));
+                    let short = short_query.map(|Clipped(most)| this.batch.short(most));
                     Ok(order_tuple(planner.order(requests, phases.as_deref(), short.as_deref())?))
                 },
             )
@@ -630,8 +648,8 @@ impl Mirror {
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         contained(|| {
@@ -647,8 +665,8 @@ impl Mirror {
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
         contained(|| {
@@ -666,7 +684,7 @@ impl Mirror {
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
-        short_query: Option<i64>,
+        short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
@@ -674,7 +692,13 @@ impl Mirror {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
             let slots = slots.as_slice()?;
-            let order = self.core.order(slots, &mut self.batch, phases.as_deref(), short_query, &mut self.planner)?;
+            let order = self.core.order(
+                slots,
+                &mut self.batch,
+                phases.as_deref(),
+                short_query.map(|Clipped(most)| most),
+                &mut self.planner,
+            )?;
             Ok(order_tuple(order))
         })
     }

@@ -66,8 +66,8 @@ class Step:
 
     num_computed_tokens: IntArray
     num_scheduled_tokens: IntArray
-    block_tables: tuple[IntArray, ...]
-    groups: tuple[KVCacheGroup, ...]
+    block_tables: Sequence[IntArray]
+    groups: Sequence[KVCacheGroup]
     num_settled_tokens: IntArray | None = None
     num_read_tokens: IntArray | None = None
 
@@ -79,7 +79,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Scheduled tokens of the whole step."""
-        return int(np.sum(self.num_scheduled_tokens))
+        return int(np.sum(np.asarray(self.num_scheduled_tokens)))
 
     def permuted(self, order: Sequence[int]) -> Step:
         """The same step with the request at position ``order[i]`` moved to position i."""
@@ -120,7 +120,7 @@ class MirroredStep:
     @property
     def num_tokens(self) -> int:
         """Scheduled tokens of the whole step."""
-        return int(np.sum(self.num_scheduled_tokens))
+        return int(np.sum(np.asarray(self.num_scheduled_tokens)))
 
 
 @dataclass(frozen=True, slots=True, order=True)
