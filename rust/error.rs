@@ -33,6 +33,16 @@ pub enum Error {
         /// The count.
         value: i64,
     },
+    /// A request said to read less than it has computed.
+    #[error("num_read_tokens[{request}] is {read}, below its {computed} computed tokens")]
+    ReadsTooLittle {
+        /// Batch position.
+        request: usize,
+        /// Tokens it is said to read.
+        read: u32,
+        /// Tokens it has computed.
+        computed: u32,
+    },
     /// Token counts so large that positions or offsets leave 31 bits.
     #[error("request {request}: {what} is {value}, above {}", i32::MAX)]
     TooManyTokens {

@@ -305,7 +305,7 @@ fn insert_writes<T: Tables + ?Sized>(
     } else if request.offset + request.scheduled <= from {
         touched.end
     } else {
-        group.column(request.computed + (from - request.offset))
+        group.column(request.computed + (from - request.offset)).max(touched.start)
     };
     let looked_at = if T::TRUSTED { first_late..touched.end } else { touched };
     for column in looked_at {

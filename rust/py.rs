@@ -67,7 +67,9 @@ impl From<Error> for PyErr {
         match error {
             Error::Group { .. } => GroupError::new_err(message),
             Error::Length { .. } | Error::RowTooShort { .. } => ShapeError::new_err(message),
-            Error::NegativeTokens { .. } | Error::TooManyTokens { .. } => TokenCountError::new_err(message),
+            Error::NegativeTokens { .. } | Error::ReadsTooLittle { .. } | Error::TooManyTokens { .. } => {
+                TokenCountError::new_err(message)
+            }
             Error::BlockId { .. } => BlockIdError::new_err(message),
             Error::Phase { .. } => PhaseError::new_err(message),
             Error::UnknownSlot { .. } => UnknownRequestError::new_err(message),
@@ -104,9 +106,27 @@ fn order_tuple(order: Option<Order>) -> Option<OrderTuple> {
     order.map(|order| (order.permutation, order.swaps, order.demoted))
 }
 
+/// A Python integer, clipped to 64 bits.
+#[derive(Clone, Copy)]
+struct Clipped(i64);
+
+impl<'py> FromPyObject<'_, 'py> for Clipped {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match object.extract() {
+            Ok(value) => Ok(Self(value)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Ok(Self(if object.lt(0)? { i64::MIN } else { i64::MAX }))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// A range of cuts from optional Python integers; what lies outside any step is clipped.
-fn cuts(first: Option<i64>, last: Option<i64>) -> Cuts {
-    let clip = |cut: i64| u32::try_from(cut.max(0)).unwrap_or(u32::MAX);
+fn cuts(first: Option<Clipped>, last: Option<Clipped>) -> Cuts {
+    let clip = |Clipped(cut): Clipped| u32::try_from(cut.max(0)).unwrap_or(u32::MAX);
     Cuts {
         first: first.map_or(Cuts::ALL.first, clip),
         // A last cut below 0 leaves no cut at all.
@@ -214,6 +234,7 @@ fn fill(
     computed: &Bound<'_, PyAny>,
     scheduled: &Bound<'_, PyAny>,
     settled: Option<&Bound<'_, PyAny>>,
+    read: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let computed = Ints::borrow("num_computed_tokens", computed)?;
     let scheduled = Ints::borrow("num_scheduled_tokens", scheduled)?;
@@ -221,6 +242,10 @@ fn fill(
     if let Some(settled) = settled {
         let settled = Ints::borrow("num_settled_tokens", settled)?;
         with_values!(settled of &settled => batch.settle(settled))?;
+    }
+    if let Some(read) = read {
+        let read = Ints::borrow("num_read_tokens", read)?;
+        with_values!(read of &read => batch.read_on(read))?;
     }
     Ok(())
 }
@@ -269,9 +294,10 @@ impl Checker {
         block_tables: &Bound<'_, PyAny>,
         counts: [&Bound<'_, PyAny>; 2],
         settled: Option<&Bound<'_, PyAny>>,
+        read: Option<&Bound<'_, PyAny>>,
         question: impl FnOnce(&mut Self, &[Table<'_>]) -> crate::error::Result<T>,
     ) -> PyResult<T> {
-        fill(&mut self.batch, counts[0], counts[1], settled)?;
+        fill(&mut self.batch, counts[0], counts[1], settled, read)?;
         let ids: SmallVec<[Ids<'_>; FEW]> =
             block_tables.try_iter()?.map(|table| Ids::borrow(&table?)).collect::<PyResult<_>>()?;
         let tables: SmallVec<[Table<'_>; FEW]> = ids.iter().map(Ids::table).collect();
@@ -280,6 +306,7 @@ impl Checker {
     }
 }
 
+#[expect(clippy::too_many_arguments, reason = "those of the Python methods")]
 #[pymethods]
 impl Checker {
     #[new]
@@ -288,42 +315,54 @@ impl Checker {
         Ok(Self { core, batch: Batch::default(), found: Vec::new(), planner: Planner::default() })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
     fn is_safe(
         &mut self,
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         contained(|| {
-            self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
-                this.core.is_safe(tables, &this.batch, cuts(first_cut, last_cut))
-            })
+            self.ask(
+                block_tables,
+                [num_computed_tokens, num_scheduled_tokens],
+                num_settled_tokens,
+                num_read_tokens,
+                |this, tables| this.core.is_safe(tables, &this.batch, cuts(first_cut, last_cut)),
+            )
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
     fn unsafe_cuts(
         &mut self,
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
         contained(|| {
-            self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
-                this.core.unsafe_cuts(tables, &this.batch, cuts(first_cut, last_cut), &mut this.found)?;
-                Ok(unsafe_tuples(&this.found))
-            })
+            self.ask(
+                block_tables,
+                [num_computed_tokens, num_scheduled_tokens],
+                num_settled_tokens,
+                num_read_tokens,
+                |this, tables| {
+                    this.core.unsafe_cuts(tables, &this.batch, cuts(first_cut, last_cut), &mut this.found)?;
+                    Ok(unsafe_tuples(&this.found))
+                },
+            )
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None, num_read_tokens=None))]
     fn order(
         &mut self,
         block_tables: &Bound<'_, PyAny>,
@@ -331,17 +370,24 @@ impl Checker {
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
-        short_query: Option<i64>,
+        short_query: Option<Clipped>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
-            self.ask(block_tables, [num_computed_tokens, num_scheduled_tokens], num_settled_tokens, |this, tables| {
-                let (planner, requests) = (&mut this.planner, this.batch.requests().len());
-                planner.clear();
-                this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
-                let short = short_query.map(|most| this.batch.short(most));
-                Ok(order_tuple(planner.order(requests, phases.as_deref(), short.as_deref())?))
-            })
+            self.ask(
+                block_tables,
+                [num_computed_tokens, num_scheduled_tokens],
+                num_settled_tokens,
+                num_read_tokens,
+                |this, tables| {
+                    let (planner, requests) = (&mut this.planner, this.batch.requests().len());
+                    planner.clear();
+                    this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
+                    let short = short_query.map(|Clipped(most)| this.batch.short(most));
+                    Ok(order_tuple(planner.order(requests, phases.as_deref(), short.as_deref())?))
+                },
+            )
         })
     }
 }
@@ -596,54 +642,63 @@ impl Mirror {
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
     fn is_safe(
         &mut self,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         contained(|| {
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
+            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
             Ok(self.core.is_safe(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut))?)
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
     fn unsafe_cuts(
         &mut self,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
-        first_cut: Option<i64>,
-        last_cut: Option<i64>,
+        first_cut: Option<Clipped>,
+        last_cut: Option<Clipped>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
         contained(|| {
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
+            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
             self.core.unsafe_cuts(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut), &mut self.found)?;
             Ok(unsafe_tuples(&self.found))
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None, num_read_tokens=None))]
     fn order(
         &mut self,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
-        short_query: Option<i64>,
+        short_query: Option<Clipped>,
+        num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
+            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
             let slots = slots.as_slice()?;
-            let order = self.core.order(slots, &mut self.batch, phases.as_deref(), short_query, &mut self.planner)?;
+            let order = self.core.order(
+                slots,
+                &mut self.batch,
+                phases.as_deref(),
+                short_query.map(|Clipped(most)| most),
+                &mut self.planner,
+            )?;
             Ok(order_tuple(order))
         })
     }

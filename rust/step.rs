@@ -94,7 +94,7 @@ pub struct Request {
     pub offset: u32,
     /// Leading positions that an earlier step wrote.
     pub settled: u32,
-    /// Where its reads of others' making end and its writes begin: `computed`.
+    /// Where its reads of others' making end and its writes begin: `computed`, or beyond, within its tokens.
     pub read: u32,
 }
 
@@ -116,14 +116,21 @@ impl Request {
         self.settled > 0 && self.settled >= self.read
     }
 
+    /// The position behind its last token.
+    #[inline]
+    #[must_use]
+    pub fn end(&self) -> u32 {
+        self.computed + self.scheduled
+    }
+
     /// Positions it writes.
     #[inline]
     #[must_use]
     pub fn writes(&self) -> Range<u32> {
-        self.read..self.computed + self.scheduled
+        self.read..self.end()
     }
 
-    /// Step offset of the token at a position it writes.
+    /// Step offset of the token at a position.
     #[inline]
     #[must_use]
     pub fn offset_of(&self, position: u32) -> u32 {
@@ -211,6 +218,23 @@ impl Batch {
         same_length("num_settled_tokens", settled.len(), self.requests.len())?;
         for (request, (counts, value)) in self.requests.iter_mut().zip(settled).enumerate() {
             counts.settled = count("num_settled_tokens", request, value)?;
+        }
+        Ok(())
+    }
+
+    /// Say up to which position each request reads what others make, where that is beyond its computed tokens. The tokens
+    /// below it run, but write nothing. Nobody reads beyond its own tokens.
+    ///
+    /// # Errors
+    /// A length that disagrees, negative counts, counts below the computed tokens.
+    pub fn read_on(&mut self, read: impl ExactSizeIterator<Item = i64>) -> Result<()> {
+        same_length("num_read_tokens", read.len(), self.requests.len())?;
+        for (request, (counts, value)) in self.requests.iter_mut().zip(read).enumerate() {
+            let (read, computed) = (count("num_read_tokens", request, value)?, counts.computed);
+            if read < computed {
+                return Err(Error::ReadsTooLittle { request, read, computed });
+            }
+            counts.read = read.min(counts.end());
         }
         Ok(())
     }
@@ -376,10 +400,10 @@ pub fn rows_reach(groups: &[Group], tables: &[Table<'_>], batch: &Batch) -> Resu
             });
         }
         let found = table.num_columns();
-        let needs = |counts: &Request| columns(group, &counts.writes()).end as usize;
+        let needs =
+            |counts: &Request| if counts.scheduled == 0 { 0 } else { columns(group, &(0..counts.end())).end as usize };
         // The longest first: it is enough where nothing is wrong.
-        let longest =
-            batch.requests().iter().filter(|counts| counts.scheduled > 0).max_by_key(|counts| counts.writes().end);
+        let longest = batch.requests().iter().filter(|counts| counts.scheduled > 0).max_by_key(|counts| counts.end());
         if longest.is_some_and(|counts| needs(counts) > found)
             && let Some(request) = batch.requests().iter().position(|counts| needs(counts) > found)
         {

@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "hazard.rs",
         "a write in the column of the first cut asked about left out",
-        "group.column(request.computed + (from - request.offset))",
-        "group.column(request.computed + (from - request.offset)) + 1",
+        "group.column(request.computed + (from - request.offset)).max(touched.start)",
+        "(group.column(request.computed + (from - request.offset)) + 1).max(touched.start)",
     ),
     Mutant(
         "hazard.rs",
@@ -173,7 +173,7 @@ MUTANTS = [
         "step.rs",
         "settled tokens ignored",
         "group.first_read(self.computed).max(self.settled)",
-        "group.first_read(self.computed)",
+        "group.first_read(self.computed).max(self.settled - self.settled)",
     ),
     Mutant(
         "step.rs",
@@ -234,6 +234,36 @@ MUTANTS = [
         "a slot may come twice",
         "Some(seen) if *seen < self.batch",
         "Some(seen) if *seen <= self.batch",
+    ),
+    Mutant(
+        "step.rs",
+        "reads end at the computed tokens",
+        "group.first_read(self.computed).max(self.settled)..self.read",
+        "group.first_read(self.computed).max(self.settled)..self.computed.min(self.read)",
+    ),
+    Mutant(
+        "step.rs",
+        "tokens that are read ahead are written",
+        "self.read..self.end()",
+        "self.computed..self.end()",
+    ),
+    Mutant(
+        "step.rs",
+        "reads go beyond the tokens",
+        "counts.read = read.min(counts.end());",
+        "counts.read = read;",
+    ),
+    Mutant(
+        "step.rs",
+        "settled as far as computed taken for settled as far as read",
+        "self.settled > 0 && self.settled >= self.read",
+        "self.settled > 0 && self.settled >= self.computed.min(self.read)",
+    ),
+    Mutant(
+        "hazard.rs",
+        "writes begin at the cut, also where the request reads on beyond it",
+        "(from - request.offset)).max(touched.start)",
+        "(from - request.offset))",
     ),
     Mutant(
         "step.rs",

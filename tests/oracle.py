@@ -30,6 +30,13 @@ def _slot(step: Step, group: int, request: int, position: int) -> Slot | None:
     return None if block == step.groups[group].null_block else (group, block, position % size)
 
 
+def read_ends(step: Step) -> list[int]:
+    """By request, the position up to which it reads what others make, and from which on it writes."""
+    ends = step.num_computed_tokens if step.num_read_tokens is None else step.num_read_tokens
+    last = step.num_computed_tokens + step.num_scheduled_tokens
+    return [min(int(end), int(most)) for end, most in zip(ends, last, strict=True)]
+
+
 def tokens(step: Step) -> list[tuple[int, int]]:
     """Request and position of every token of the step, by offset."""
     return [
@@ -42,7 +49,10 @@ def tokens(step: Step) -> list[tuple[int, int]]:
 def writes(step: Step) -> dict[Slot, list[Write]]:
     """Every write of the step to every slot."""
     result: dict[Slot, list[Write]] = {}
+    first = read_ends(step)
     for offset, (request, position) in enumerate(tokens(step)):
+        if position < first[request]:
+            continue
         for group in range(len(step.groups)):
             slot = _slot(step, group, request, position)
             if slot is not None:
@@ -51,16 +61,20 @@ def writes(step: Step) -> dict[Slot, list[Write]]:
 
 
 def reads(step: Step) -> list[Read]:
-    """Every slot of its request's prefix that every token of the step attends to."""
+    """Every slot of its request's prefix that every token of the step attends to.
+
+    What a request reads beyond its computed tokens, every token of it is taken to read.
+    """
     result = []
+    ends = read_ends(step)
     for offset, (request, query) in enumerate(tokens(step)):
         settled = 0 if step.num_settled_tokens is None else int(step.num_settled_tokens[request])
         for group, kind in enumerate(step.groups):
-            for position in range(settled, int(step.num_computed_tokens[request])):
+            for position in range(settled, ends[request]):
                 if kind.sliding_window is not None and query - position >= kind.sliding_window:
                     continue
                 chunk = kind.attention_chunk_size
-                if chunk is not None and query // chunk != position // chunk:
+                if chunk is not None and position <= query and query // chunk != position // chunk:
                     continue
                 slot = _slot(step, group, request, position)
                 if slot is not None:

@@ -82,12 +82,16 @@ def steps(draw: st.DrawFn, *, max_reqs: int = 6, plausible: bool | None = None) 
     settled = None
     if draw(st.booleans()):
         settled = draw(st.lists(st.integers(0, 16), min_size=num_reqs, max_size=num_reqs))
+    read = None
+    if draw(st.booleans()):
+        read = [c + draw(st.sampled_from([0, 0, 1, 2, 5, 12])) for c in computed]
     return Step(
         num_computed_tokens=_counts(draw, computed),
         num_scheduled_tokens=_counts(draw, scheduled),
         block_tables=tuple(tables),
         groups=tuple(final_kinds),
         num_settled_tokens=None if settled is None else _counts(draw, settled),
+        num_read_tokens=None if read is None else _counts(draw, read),
     )
 
 

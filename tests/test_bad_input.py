@@ -74,12 +74,30 @@ def test_groups(group: KVCacheGroup, text: str) -> None:
         ({"computed": np.array([2**63 - 1, 0])}, TokenCountError, "9223372036854775807"),
         ({"scheduled": np.array([2**30, 2**30])}, TokenCountError, "2147483648"),
         ({"settled": np.array([-1, 0])}, TokenCountError, "num_settled_tokens.0. is -1"),
+        ({"read": np.array([4, 0])}, TokenCountError, "num_read_tokens.0. is 4, below its 16 computed"),
+        ({"read": np.array([-1, 0])}, TokenCountError, "num_read_tokens.0. is -1"),
+        ({"read": np.array([2**31, 0])}, TokenCountError, "2147483648"),
+        ({"read": np.array([16])}, ShapeError, "num_read_tokens: length 1, expected 2"),
+        ({"read": [16, 0]}, DtypeError, "num_read_tokens is <class 'list'>"),
         ({"settled": np.array([1])}, ShapeError, "num_settled_tokens: length 1, expected 2"),
     ],
 )
 def test_steps(change: dict[str, object], error: type[GuardError], text: str) -> None:
-    parts = {"table": TABLE, "computed": COMPUTED, "scheduled": SCHEDULED, "settled": None} | change
-    step = Step(parts["computed"], parts["scheduled"], (parts["table"],), (GROUP,), parts["settled"])  # type: ignore[arg-type]
+    parts = {
+        "table": TABLE,
+        "computed": COMPUTED,
+        "scheduled": SCHEDULED,
+        "settled": None,
+        "read": None,
+    } | change
+    step = Step(
+        parts["computed"],  # type: ignore[arg-type]
+        parts["scheduled"],  # type: ignore[arg-type]
+        (parts["table"],),  # type: ignore[arg-type]
+        (GROUP,),
+        parts["settled"],  # type: ignore[arg-type]
+        parts["read"],  # type: ignore[arg-type]
+    )
     guard = Guard([GROUP])
     for question in (guard.unsafe_cuts, guard.order):
         with pytest.raises(error, match=text):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ubatch_guard import (
     CutRange,
+    DtypeError,
     Guard,
     GuardError,
     KVCacheGroup,
@@ -230,6 +233,156 @@ def test_bad_questions() -> None:
         Guard([GROUP]).order(READER_FIRST, [Phase.DECODE], OrderConstraint.DECODES_LEAD)
     with pytest.raises(TokenCountError, match="-1"):
         Guard([GROUP]).decide(_step(([1], -1, 1), ([2], 0, 1)))
+
+
+FOUR = _step(([1, 9], 16, 1), ([1, 3], 0, 32), ([2, 8], 16, 1), ([2, 4], 0, 32))
+"""Unsafe are the cuts 1 to 16 and 34 to 49."""
+
+
+def test_any_integer_is_a_cut_and_cuts_are_read_once() -> None:
+    guard = Guard([GROUP], "veto")
+    for unsafe in (
+        np.int32(34),
+        np.array(34),
+        np.cumsum([34])[0],
+        [np.int64(34)],
+        np.array([34, 60]),
+        iter([34]),
+    ):
+        assert guard.decide(FOUR, unsafe).reason is Reason.UNSAFE
+    for safe in (
+        np.int64(20),
+        [20, np.uint8(60)],
+        iter([20]),
+        2**70,
+        -(2**70),
+        CutRange(50, 2**63),
+        range(17, 34),
+    ):
+        assert guard.decide(FOUR, safe).reason is Reason.SAFE
+    assert guard.decide(FOUR, CutRange(-(2**70), 2**70)).reason is Reason.UNSAFE
+    with pytest.raises(TypeError):
+        guard.decide(FOUR, 34.0)  # type: ignore[arg-type]
+
+
+def test_a_constraint_by_its_value() -> None:
+    guard = Guard([GROUP])
+    assert guard.decide(READER_FIRST, constraint="fixed").reason is Reason.UNSAFE
+    assert guard.decide(READER_FIRST, constraint="free", phases=[Phase.EXTEND, Phase.PREFILL]).allow
+    phases = [Phase.DECODE, Phase.PREFILL]
+    assert guard.decide(READER_FIRST, constraint="decodes_lead", phases=phases).reason is Reason.NO_ORDER
+    with pytest.raises(ValueError, match="loose"):
+        guard.order(READER_FIRST, constraint="loose")
+
+
+@pytest.mark.parametrize(
+    ("phases", "error", "text"),
+    [
+        (np.array([256, 0]), PhaseError, r"phases\[0\] is 256"),
+        ([0, 300], PhaseError, r"phases\[1\] is 300"),
+        ([0, 3], PhaseError, r"phases\[1\] is 3"),
+        (np.array([0.9, 0.2]), DtypeError, "float64"),
+        ([None, 0], DtypeError, "object"),
+        ([2**70, 0], DtypeError, "object"),
+        ([[0, 0]], ShapeError, "shape"),
+    ],
+)
+def test_phases_that_are_none(phases: object, error: type[GuardError], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Guard([GROUP]).order(READER_FIRST, phases, OrderConstraint.DECODES_LEAD)  # type: ignore[arg-type]
+
+
+def test_groups_and_tables_may_be_lists() -> None:
+    step = Step(*COUNTS, list(READER_FIRST.block_tables), [GROUP])
+    assert Guard([GROUP]).unsafe_cuts(step) == (UnsafeCuts(1, 79, 0, 1, 0, 4),)
+    assert Guard([GROUP]).decide(step).allow
+
+
+COUNTS = READER_FIRST.num_computed_tokens, READER_FIRST.num_scheduled_tokens
+TABLES = READER_FIRST.block_tables
+
+
+class _CannotSay(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class _Refuses:
+    """Nothing can be done with it."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise _CannotSay
+
+
+# Lists and no parameters of a test, whose names pytest would ask the odd ones for.
+ODD_STEPS: list[Any] = [
+    None,
+    _Refuses(),
+    *(
+        Step(COUNTS[0], odd, TABLES, (GROUP,))
+        for odd in (
+            None,
+            _Refuses(),
+            np.array([np.nan, 1]),
+            np.array([None, None]),
+            np.array(["1", "2"]),
+            np.array([2**62, 2**62]),
+            np.array([2**63 - 1] * 2),
+            np.array([[16, 96]]),
+            np.array(16),
+        )
+    ),
+    Step(*COUNTS, None, (GROUP,)),
+    Step(*COUNTS, (None,), (GROUP,)),
+    Step(*COUNTS, TABLES, None),
+    Step(*COUNTS, TABLES, (GROUP,), num_settled_tokens=[0, 0]),
+    Step(*COUNTS, TABLES, (GROUP,), num_read_tokens="0"),
+    MirroredStep(None, *COUNTS),
+]
+ODD_QUESTIONS: list[dict[str, Any]] = [
+    {"cuts": "half"},
+    {"cuts": _Refuses()},
+    {"cuts": [37, None]},
+    {"cuts": CutRange("a", "b")},
+    {"constraint": "loose"},
+    {"constraint": None},
+    {"constraint": "decodes_lead", "phases": [0, 300]},
+    {"constraint": "decodes_lead", "phases": [None, 0]},
+    {"constraint": "decodes_lead", "phases": _Refuses()},
+    {"short_query": "8"},
+    {"short_query": 2**70, "max_demoted_tokens": "8"},
+]
+
+
+def test_a_vote_on_an_odd_step_is_no() -> None:
+    for number, step in enumerate(ODD_STEPS):
+        verdict = Guard([GROUP]).vote(step)
+        assert (verdict.allow, verdict.reason) == (False, Reason.UNDECIDED), number
+        assert verdict.error
+
+
+def test_a_vote_on_an_odd_question_is_no() -> None:
+    for number, question in enumerate(ODD_QUESTIONS):
+        verdict = Guard([GROUP]).vote(READER_FIRST, **question)
+        assert (verdict.allow, verdict.reason) == (False, Reason.UNDECIDED), number
+
+
+def test_a_masked_count_hides_no_tokens() -> None:
+    masked = np.ma.array(READER_FIRST.num_scheduled_tokens, mask=[False, True])
+    step = Step(COUNTS[0], masked, TABLES, (GROUP,))
+    assert Guard([GROUP], "veto").vote(step) == Guard([GROUP], "veto").vote(READER_FIRST)
+
+
+def test_an_interrupt_passes_a_vote() -> None:
+    class Interrupted:
+        def __len__(self) -> int:
+            raise KeyboardInterrupt
+
+        def __iter__(self) -> object:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guard([GROUP]).vote(Step(*COUNTS, Interrupted(), (GROUP,)))  # type: ignore[arg-type]
 
 
 def test_feasible_cuts() -> None:

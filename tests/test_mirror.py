@@ -116,18 +116,19 @@ class Scheduler(RuleBasedStateMachine):
     def ask(self, data: st.DataObject, first: int, length: int) -> None:
         request_ids, step = self._batch(data.draw)
         counts = step.num_computed_tokens, step.num_scheduled_tokens
+        read = step.num_read_tokens
         slots = self.mirror.slots(request_ids, missing=True)
         for asked in (None, CutRange(first, first + length)):
             bounds = () if asked is None else (asked.first, asked.last)
             expected = reference.unsafe_cuts(step, asked)
-            found = self.mirror.unsafe_cuts(slots, *counts, *bounds)
+            found = self.mirror.unsafe_cuts(slots, *counts, *bounds, num_read_tokens=read)
             assert tuple(UnsafeCuts(*fields) for fields in found) == expected
-            assert self.mirror.is_safe(slots, *counts, *bounds) is (not expected)
+            assert self.mirror.is_safe(slots, *counts, *bounds, num_read_tokens=read) is (not expected)
         checker = Checker(step.groups)
-        order = self.mirror.order(slots, *counts)
-        assert order == checker.order(step.block_tables, *counts)
-        kept = self.mirror.order(slots, *counts, short_query=2)
-        assert kept == checker.order(step.block_tables, *counts, short_query=2)
+        order = self.mirror.order(slots, *counts, num_read_tokens=read)
+        assert order == checker.order(step.block_tables, *counts, num_read_tokens=read)
+        kept = self.mirror.order(slots, *counts, None, 2, read)
+        assert kept == checker.order(step.block_tables, *counts, None, None, 2, read)
         assert (order is None) == (reference.order(step) is None)
 
     def _batch(self, draw: st.DrawFn) -> tuple[list[str], Step]:
@@ -161,7 +162,10 @@ class Scheduler(RuleBasedStateMachine):
                 table[position, : len(row)] = row
             tables.append(table)
         counts = np.array(computed, dtype=dtype), np.array(scheduled, dtype=dtype)
-        return request_ids, Step(*counts, block_tables=tuple(tables), groups=groups)
+        read = None
+        if draw(st.booleans()):
+            read = counts[0] + draw(st.sampled_from([0, 1, 3]))
+        return request_ids, Step(*counts, block_tables=tuple(tables), groups=groups, num_read_tokens=read)
 
     def teardown(self) -> None:
         for request_id, rows in getattr(self, "rows", {}).items():
@@ -182,7 +186,7 @@ class _AlwaysSafe:
     def __getattr__(self, name: str) -> object:
         return getattr(self._right, name)
 
-    def is_safe(self, *_: object) -> bool:
+    def is_safe(self, *_: object, **__: object) -> bool:
         return True
 
 

@@ -37,6 +37,7 @@ def _step(
     *,
     group: KVCacheGroup | None = None,
     settled: list[int] | None = None,
+    read: list[int] | None = None,
 ) -> Step:
     return Step(
         num_computed_tokens=np.array(computed, dtype=np.int32),
@@ -44,6 +45,7 @@ def _step(
         block_tables=(np.array(rows, dtype=np.int32),),
         groups=(group or KVCacheGroup(tokens_per_column=4, num_blocks=100),),
         num_settled_tokens=None if settled is None else np.array(settled, dtype=np.int32),
+        num_read_tokens=None if read is None else np.array(read, dtype=np.int32),
     )
 
 
@@ -66,6 +68,7 @@ def _core_cuts(step: Step, cuts: CutRange | None = None) -> tuple[UnsafeCuts, ..
         first,
         last,
         step.num_settled_tokens,
+        step.num_read_tokens,
     )
     return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -77,6 +80,7 @@ def _core_order(step: Step, phases: list[int] | None) -> tuple[int, ...] | None:
         step.num_scheduled_tokens,
         None if phases is None else np.array(phases, dtype=np.int8),
         step.num_settled_tokens,
+        num_read_tokens=step.num_read_tokens,
     )
     return None if found is None else tuple(found[0])
 
@@ -221,6 +225,37 @@ class TestByHand:
         (found,) = reference.unsafe_cuts(_step([8, 0], [2, 5], [[1, 2, 3], [1, 2, 0]], settled=[4, 0]))
         assert found == UnsafeCuts(1, 6, reader=0, writer=1, group=0, block=2)
 
+    @pytest.mark.parametrize(
+        ("computed", "scheduled", "read", "rows", "unsafe"),
+        [
+            # The reader's tokens have the offsets 0..143, the writer's position 255 the offset 399.
+            ([128, 0], [144, 384], [256, 0], [[1, 2, 3, 4, 9, 0], [1, 2, 3, 4, 5, 6]], (1, 399)),
+            ([128, 128], [144, 256], [256, 128], [[1, 2, 3, 4, 9, 0], [1, 2, 3, 4, 5, 6]], (1, 271)),
+            # Both run positions again that both only read.
+            ([128, 64], [144, 144], [256, 192], [[1, 2, 3, 4, 9], [1, 2, 3, 7, 0]], None),
+        ],
+    )
+    def test_cached_positions_that_run_again_are_read_and_not_written(
+        self,
+        computed: list[int],
+        scheduled: list[int],
+        read: list[int],
+        rows: list[list[int]],
+        unsafe: tuple[int, int] | None,
+    ) -> None:
+        """vLLM's bounded replay: a window of 128 is computed again, blocks are of 64 tokens."""
+        step = _step(computed, scheduled, rows, group=KVCacheGroup(64, 100), read=read)
+        found = reference.unsafe_cuts(step)
+        assert found == _core_cuts(step)
+        assert [(cuts.first, cuts.last) for cuts in found] == ([] if unsafe is None else [unsafe])
+
+    def test_nobody_reads_beyond_its_own_tokens(self) -> None:
+        # Request 0 runs positions 4 and 5 of a cached prefix of 8; request 1 writes 6 and 7 of its block.
+        step = _step([4, 6], [2, 2], [[1, 2], [1, 2]], read=[8, 6])
+        assert reference.unsafe_cuts(step) == _core_cuts(step) == ()
+        step.num_scheduled_tokens[0] = 3
+        assert reference.unsafe_cuts(step) == _core_cuts(step) == (UnsafeCuts(1, 3, 0, 1, 0, 2),)
+
     def test_a_request_without_tokens_neither_reads_nor_writes(self) -> None:
         assert reference.unsafe_cuts(_step([8, 0], [0, 8], [[1, 2], [1, 2]])) == ()
 
@@ -268,6 +303,10 @@ HUGE = np.array([2**31 - 1, 2**31 - 1], dtype=np.int64)
         (Step(COMPUTED, SCHEDULED, (ROWS[:, :1],), (GOOD,)), ShapeError),
         (Step(COMPUTED, SCHEDULED, (ROWS, ROWS), (GOOD,)), ShapeError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), SCHEDULED[:1]), ShapeError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, SCHEDULED[:1]), ShapeError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, COMPUTED - 1), TokenCountError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, COMPUTED.astype(np.int16)), DtypeError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, HUGE + 1), TokenCountError),
         (Step(-COMPUTED, SCHEDULED, (ROWS,), (GOOD,)), TokenCountError),
         (Step(COMPUTED, -SCHEDULED, (ROWS,), (GOOD,)), TokenCountError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), -SCHEDULED), TokenCountError),

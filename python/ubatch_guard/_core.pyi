@@ -74,6 +74,7 @@ class Checker:
         first_cut: int | None = None,
         last_cut: int | None = None,
         num_settled_tokens: IntArray | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> bool:
         """Whether no cut in ``first_cut .. last_cut`` (default: any cut of the step) is unsafe."""
     def unsafe_cuts(
@@ -84,6 +85,7 @@ class Checker:
         first_cut: int | None = None,
         last_cut: int | None = None,
         num_settled_tokens: IntArray | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> list[_Unsafe]:
         """The unsafe cuts, clipped to ``first_cut .. last_cut``, ascending and disjoint."""
     def order(
@@ -94,6 +96,7 @@ class Checker:
         phases: npt.NDArray[np.int8] | None = None,
         num_settled_tokens: IntArray | None = None,
         short_query: int | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> _Order | None:
         """A batch order without unsafe cuts whose phases do not descend, or None.
 
@@ -139,6 +142,7 @@ class Mirror:
         num_scheduled_tokens: IntArray,
         first_cut: int | None = None,
         last_cut: int | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> bool:
         """As `Checker.is_safe`, at one look per written block."""
     def unsafe_cuts(
@@ -148,6 +152,7 @@ class Mirror:
         num_scheduled_tokens: IntArray,
         first_cut: int | None = None,
         last_cut: int | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> list[_Unsafe]:
         """As `Checker.unsafe_cuts`."""
     def order(
@@ -157,6 +162,7 @@ class Mirror:
         num_scheduled_tokens: IntArray,
         phases: npt.NDArray[np.int8] | None = None,
         short_query: int | None = None,
+        num_read_tokens: IntArray | None = None,
     ) -> _Order | None:
         """As `Checker.order`."""
     def first_difference(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from ubatch_guard._core import Checker, GuardError, InternalError, Mirror, PhaseError, ShapeError
+from ubatch_guard._core import Checker, DtypeError, Mirror, PhaseError, ShapeError
 from ubatch_guard.cuts import as_cut, nearest_safe_cuts
 from ubatch_guard.step import (
     CutRange,
@@ -77,7 +78,12 @@ class Guard:
         asked = feasible_cuts(step.num_tokens, self.num_ubatches) if cuts is None else cuts
         if isinstance(step, MirroredStep):
             return self.mirror.is_safe(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, asked.first, asked.last
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                asked.first,
+                asked.last,
+                step.num_read_tokens,
             )
         self._same_groups(step)
         return self._checker.is_safe(
@@ -87,6 +93,7 @@ class Guard:
             asked.first,
             asked.last,
             step.num_settled_tokens,
+            step.num_read_tokens,
         )
 
     def unsafe_cuts(self, step: Step | MirroredStep, cuts: CutRange = ALL_CUTS) -> tuple[UnsafeCuts, ...]:
@@ -97,7 +104,12 @@ class Guard:
         """
         if isinstance(step, MirroredStep):
             found = self.mirror.unsafe_cuts(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, cuts.first, cuts.last
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                cuts.first,
+                cuts.last,
+                step.num_read_tokens,
             )
         else:
             self._same_groups(step)
@@ -108,6 +120,7 @@ class Guard:
                 cuts.first,
                 cuts.last,
                 step.num_settled_tokens,
+                step.num_read_tokens,
             )
         return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -164,8 +177,8 @@ class Guard:
     def order(
         self,
         step: Step | MirroredStep,
-        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
-        constraint: OrderConstraint = OrderConstraint.FREE,
+        phases: Sequence[Phase] | npt.NDArray[np.integer] | None = None,
+        constraint: OrderConstraint | str = OrderConstraint.FREE,
         short_query: int | None = None,
     ) -> Order | None:
         """A batch order with every writer before its readers, so without any unsafe cut.
@@ -175,7 +188,7 @@ class Guard:
         Args:
             step: The step.
             phases: Phase of each request, in batch order; needed where ``constraint`` asks for phases.
-            constraint: What the attention backends accept.
+            constraint: What the attention backends accept; an `OrderConstraint` or its value.
             short_query: Tokens up to which the backends take a query for a decode as long as no longer one
                 stands before it (vLLM: ``reorder_batch_threshold``, ``decode_threshold``). Who leads now and
                 needs no longer query's writes still leads in the order found: no order demotes fewer. None:
@@ -186,11 +199,18 @@ class Guard:
 
         Raises:
             GuardError: Bad input, see its subclasses.
+            ValueError: An unknown constraint.
         """
+        constraint = OrderConstraint(constraint)
         allowed = self._allowed_phases(step.num_reqs, phases, constraint)
         if isinstance(step, MirroredStep):
             found = self.mirror.order(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, allowed, short_query
+                step.slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                allowed,
+                short_query,
+                step.num_read_tokens,
             )
         else:
             self._same_groups(step)
@@ -201,6 +221,7 @@ class Guard:
                 allowed,
                 step.num_settled_tokens,
                 short_query,
+                step.num_read_tokens,
             )
         if found is None:
             return None
@@ -212,10 +233,10 @@ class Guard:
     def decide(
         self,
         step: Step | MirroredStep,
-        cuts: CutRange | int | Sequence[int] | None = None,
+        cuts: CutRange | SupportsIndex | Iterable[SupportsIndex] | None = None,
         *,
-        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
-        constraint: OrderConstraint = OrderConstraint.FREE,
+        phases: Sequence[Phase] | npt.NDArray[np.integer] | None = None,
+        constraint: OrderConstraint | str = OrderConstraint.FREE,
         short_query: int | None = None,
         max_demoted_tokens: int | None = None,
     ) -> Verdict:
@@ -223,8 +244,8 @@ class Guard:
 
         Args:
             step: The step.
-            cuts: A range of cuts, one cut, or the cuts of a split; None: every cut that the step can get,
-                `feasible_cuts`.
+            cuts: A range of cuts, one cut, or the cuts of a split, of any integer type; None: every cut that
+                the step can get, `feasible_cuts`.
             phases: As for `order`.
             constraint: As for `order`.
             short_query: As for `order`.
@@ -233,8 +254,11 @@ class Guard:
                 counts as demoted.
 
         Raises:
-            GuardError: Bad input, see its subclasses. `vote` turns it into a verdict.
+            GuardError: Bad input, see its subclasses. `vote` makes a verdict of this, and of all below.
+            ValueError: An unknown constraint.
+            TypeError: A cut that is no integer.
         """
+        constraint = OrderConstraint(constraint)
         unsafe = self._unsafe_among(step, cuts)
         if not unsafe:
             return Verdict(True, Reason.SAFE)
@@ -252,10 +276,10 @@ class Guard:
     def vote(
         self,
         step: Step | MirroredStep,
-        cuts: CutRange | int | Sequence[int] | None = None,
+        cuts: CutRange | SupportsIndex | Iterable[SupportsIndex] | None = None,
         *,
-        phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
-        constraint: OrderConstraint = OrderConstraint.FREE,
+        phases: Sequence[Phase] | npt.NDArray[np.integer] | None = None,
+        constraint: OrderConstraint | str = OrderConstraint.FREE,
         short_query: int | None = None,
         max_demoted_tokens: int | None = None,
     ) -> Verdict:
@@ -272,42 +296,65 @@ class Guard:
                 short_query=short_query,
                 max_demoted_tokens=max_demoted_tokens,
             )
-        except (GuardError, InternalError) as error:
-            return Verdict(False, Reason.UNDECIDED, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            return Verdict(False, Reason.UNDECIDED, error=f"{type(error).__name__}: {_text_of(error)}")
 
     def _unsafe_among(
-        self, step: Step | MirroredStep, cuts: CutRange | int | Sequence[int] | None
+        self, step: Step | MirroredStep, cuts: CutRange | SupportsIndex | Iterable[SupportsIndex] | None
     ) -> tuple[UnsafeCuts, ...]:
-        if cuts is None:
-            cuts = feasible_cuts(step.num_tokens, self.num_ubatches)
-        elif isinstance(cuts, int):
-            cuts = CutRange(cuts, cuts)
-        if isinstance(cuts, CutRange):
+        asked = feasible_cuts(step.num_tokens, self.num_ubatches) if cuts is None else _range_or_list(cuts)
+        if isinstance(asked, CutRange):
             # Nearly every step is safe, and that answer is several times cheaper.
-            return () if self.is_safe(step, cuts) else self.unsafe_cuts(step, cuts)
-        return tuple(unsafe for unsafe in self.unsafe_cuts(step) if any(cut in unsafe for cut in cuts))
+            return () if self.is_safe(step, asked) else self.unsafe_cuts(step, asked)
+        return tuple(unsafe for unsafe in self.unsafe_cuts(step) if any(cut in unsafe for cut in asked))
 
     def _same_groups(self, step: Step) -> None:
-        if step.groups != self.groups:
+        if tuple(step.groups) != self.groups:
             raise ShapeError(f"the step's groups {step.groups} are not the guard's {self.groups}")
 
     @staticmethod
     def _allowed_phases(
         num_reqs: int,
-        phases: Sequence[Phase] | npt.NDArray[np.int8] | None,
+        phases: Sequence[Phase] | npt.NDArray[np.integer] | None,
         constraint: OrderConstraint,
     ) -> npt.NDArray[np.int8] | None:
         if constraint in (OrderConstraint.FREE, OrderConstraint.FIXED):
             return None
         if phases is None:
             raise PhaseError(f"the order constraint {constraint.value!r} needs the phases of the requests")
-        allowed = np.asarray(phases, dtype=np.int8)
-        if len(allowed) != num_reqs:
-            raise ShapeError(f"phases: length {len(allowed)}, expected {num_reqs}")
+        given = np.asarray(phases)
+        if given.shape != (num_reqs,):
+            raise ShapeError(f"phases: shape {given.shape}, expected {(num_reqs,)}")
+        if num_reqs and given.dtype.kind not in "iu":
+            raise DtypeError(f"phases is {given.dtype}, expected integers")
+        allowed = given.astype(np.int8)
+        if not np.array_equal(allowed, given):
+            request = int(np.flatnonzero(allowed != given)[0])
+            raise PhaseError(f"phases[{request}] is {given[request]}; phases are 0, 1 and 2")
         if constraint is OrderConstraint.DECODES_LEAD:
             # Extends and prefills form one section.
             return np.where(allowed == Phase.EXTEND, np.int8(Phase.PREFILL), allowed)
         return allowed
+
+
+def _range_or_list(cuts: CutRange | SupportsIndex | Iterable[SupportsIndex]) -> CutRange | list[int]:
+    """The cuts asked about; what comes one by one is read once."""
+    if isinstance(cuts, CutRange):
+        return cuts
+    try:
+        # An array has `__index__` too, which refuses but for a single integer.
+        cut = operator.index(cuts)  # type: ignore[arg-type]
+    except TypeError:
+        return [operator.index(cut) for cut in cuts]  # type: ignore[union-attr]
+    return CutRange(cut, cut)
+
+
+def _text_of(error: Exception) -> str:
+    """The message of an exception; one that cannot say its own is no reason to raise another."""
+    try:
+        return str(error)
+    except Exception:
+        return "?"
 
 
 def _num_demoted_tokens(step: Step | MirroredStep, order: Order) -> int:

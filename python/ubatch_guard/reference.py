@@ -42,6 +42,8 @@ class _Request(NamedTuple):
     num_computed: int
     num_scheduled: int
     num_settled: int
+    num_read: int
+    """The positions below it are read; those from it on are written."""
 
 
 def unsafe_cuts(step: Step, cuts: CutRange | None = None) -> tuple[UnsafeCuts, ...]:
@@ -178,7 +180,7 @@ def _conflicts(step: Step, requests: Sequence[_Request]) -> list[tuple[_Request,
     for index, (group, table) in enumerate(zip(step.groups, step.block_tables, strict=True)):
         written = _writes(group, table, requests)
         for reader in requests:
-            positions = range(_first_read(group, reader), reader.num_computed)
+            positions = range(_first_read(group, reader), reader.num_read)
             for column, block in _blocks(group, table, reader.position, positions):
                 if block not in written:
                     continue
@@ -196,7 +198,7 @@ def _writes(group: KVCacheGroup, table: IntArray, requests: Sequence[_Request]) 
     """What the step writes into each block of the group."""
     written: dict[int, list[_Write]] = {}
     for writer in requests:
-        positions = range(writer.num_computed, writer.num_computed + writer.num_scheduled)
+        positions = range(writer.num_read, writer.num_computed + writer.num_scheduled)
         for column, block in _blocks(group, table, writer.position, positions):
             first_slot, last_slot = _slots(group, positions, column)
             last_position = column * group.tokens_per_column + last_slot
@@ -247,8 +249,12 @@ def _requests(step: Step) -> tuple[_Request, ...]:
     """The requests of a step that run at least one token; everything but the block ids is checked here."""
     _check_groups(step)
     counts = [step.num_computed_tokens, step.num_scheduled_tokens]
-    if step.num_settled_tokens is not None:
-        counts.append(step.num_settled_tokens)
+    counts.append(
+        np.zeros_like(step.num_computed_tokens)
+        if step.num_settled_tokens is None
+        else step.num_settled_tokens
+    )
+    counts.append(step.num_computed_tokens if step.num_read_tokens is None else step.num_read_tokens)
     for count in counts:
         _check_dtype(count)
         if count.shape != (step.num_reqs,):
@@ -263,12 +269,17 @@ def _requests(step: Step) -> tuple[_Request, ...]:
     requests = []
     offset = 0
     for position in range(step.num_reqs):
-        computed, scheduled = (int(count[position]) for count in counts[:2])
-        settled = int(counts[2][position]) if len(counts) > 2 else 0
+        computed, scheduled, settled, read = (int(count[position]) for count in counts)
+        if read < computed:
+            raise TokenCountError(
+                f"request {position} reads {read} tokens, fewer than its {computed} computed"
+            )
         if scheduled:
-            requests.append(_Request(position, offset, computed, scheduled, settled))
+            # Nobody reads beyond its own tokens.
+            last = min(read, computed + scheduled)
+            requests.append(_Request(position, offset, computed, scheduled, settled, last))
         offset += scheduled
-        if max(offset, computed + scheduled, settled) > np.iinfo(np.int32).max:
+        if max(offset, computed + scheduled, settled, read) > np.iinfo(np.int32).max:
             raise TokenCountError(f"the token counts of request {position} leave 31 bits")
         for group, table in zip(step.groups, step.block_tables, strict=True):
             needed = len(_columns(group, range(computed + scheduled)))

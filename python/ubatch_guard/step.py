@@ -57,13 +57,19 @@ class Step:
             whose KV an *earlier* step is known to have written; reading them is no hazard. For a request that
             ran before this is ``num_computed_tokens``, unless a failed KV load made the engine count on
             another request to write them again.
+        num_read_tokens: int32 or int64, shape ``[num_reqs]``, or None (``num_computed_tokens``): the leading
+            positions that a request reads and does not write, at least those computed. They are more for a
+            request that runs some cached positions again because another group keeps fewer (vLLM's bounded
+            replay, ``NewRequestData.replay_start``: computed is hit - window, read is hit). It is taken to
+            read all of them from its first token on, but none beyond its own tokens.
     """
 
     num_computed_tokens: IntArray
     num_scheduled_tokens: IntArray
-    block_tables: tuple[IntArray, ...]
-    groups: tuple[KVCacheGroup, ...]
+    block_tables: Sequence[IntArray]
+    groups: Sequence[KVCacheGroup]
     num_settled_tokens: IntArray | None = None
+    num_read_tokens: IntArray | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -73,18 +79,19 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Scheduled tokens of the whole step."""
-        return int(np.sum(self.num_scheduled_tokens))
+        return int(np.sum(np.asarray(self.num_scheduled_tokens)))
 
     def permuted(self, order: Sequence[int]) -> Step:
         """The same step with the request at position ``order[i]`` moved to position i."""
         index = np.asarray(order, dtype=np.intp)
-        settled = self.num_settled_tokens
+        settled, read = self.num_settled_tokens, self.num_read_tokens
         return Step(
             num_computed_tokens=self.num_computed_tokens[index],
             num_scheduled_tokens=self.num_scheduled_tokens[index],
             block_tables=tuple(table[index] for table in self.block_tables),
             groups=self.groups,
             num_settled_tokens=None if settled is None else settled[index],
+            num_read_tokens=None if read is None else read[index],
         )
 
 
@@ -97,11 +104,13 @@ class MirroredStep:
             without a row there: it holds no block that another request of the step holds.
         num_computed_tokens: As in `Step`.
         num_scheduled_tokens: As in `Step`.
+        num_read_tokens: As in `Step`.
     """
 
     slots: npt.NDArray[np.int32]
     num_computed_tokens: IntArray
     num_scheduled_tokens: IntArray
+    num_read_tokens: IntArray | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -111,7 +120,7 @@ class MirroredStep:
     @property
     def num_tokens(self) -> int:
         """Scheduled tokens of the whole step."""
-        return int(np.sum(self.num_scheduled_tokens))
+        return int(np.sum(np.asarray(self.num_scheduled_tokens)))
 
 
 @dataclass(frozen=True, slots=True, order=True)

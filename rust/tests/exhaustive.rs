@@ -49,6 +49,8 @@ struct Scope {
     max_columns: usize,
     /// Also requests without scheduled tokens, and every settled count.
     idle_and_settled: bool,
+    /// Every number of tokens read ahead.
+    ahead: bool,
 }
 
 impl Scope {
@@ -74,10 +76,13 @@ impl Scope {
                 let last = u32::try_from(columns).unwrap() * SLOTS;
                 for end in last - SLOTS + 1..=last {
                     for computed in 0..end + u32::from(self.idle_and_settled) {
+                        let scheduled = end - computed;
                         for settled in 0..=if self.idle_and_settled { computed } else { 0 } {
-                            next.requests[step.num_reqs] = Request { computed, scheduled: end - computed, settled };
-                            visit(&next);
-                            self.add_request(&next, visit);
+                            for ahead in 0..=if self.ahead { scheduled } else { 0 } {
+                                next.requests[step.num_reqs] = Request { computed, scheduled, settled, ahead };
+                                visit(&next);
+                                self.add_request(&next, visit);
+                            }
                         }
                     }
                 }
@@ -126,10 +131,13 @@ fn execute(group: &Group, step: &Small) -> Executed {
         };
         for position in counts.computed..counts.computed + counts.scheduled {
             owner[num_tokens] = request;
-            writes[num_tokens] = slot(position);
-            for read in counts.settled..counts.computed {
-                let seen = group.sliding_window.is_none_or(|window| position < read + window)
-                    && group.attention_chunk_size.is_none_or(|chunk| position / chunk == read / chunk);
+            if position >= counts.read() {
+                writes[num_tokens] = slot(position);
+            }
+            for read in counts.settled..counts.read() {
+                let seen = read > position
+                    || group.sliding_window.is_none_or(|window| position < read + window)
+                        && group.attention_chunk_size.is_none_or(|chunk| position / chunk == read / chunk);
                 if seen {
                     reads[num_tokens] |= slot(read);
                 }
@@ -238,6 +246,7 @@ impl Subject {
         let computed = requests.iter().map(|request| i64::from(request.computed));
         self.batch.fill(computed, requests.iter().map(|request| i64::from(request.scheduled))).unwrap();
         self.batch.settle(requests.iter().map(|request| i64::from(request.settled))).unwrap();
+        self.batch.read_on(requests.iter().map(|request| i64::from(request.computed + request.ahead))).unwrap();
     }
 
     fn unsafe_cuts(&mut self, cuts: Cuts) -> u64 {
@@ -303,7 +312,7 @@ fn check(name: &str, scope: &Scope, group: &Group, expected_cases: usize) {
 }
 
 fn any_table(max_reqs: usize, max_columns: usize) -> Scope {
-    Scope { shape: Shape::Any, max_reqs, max_columns, idle_and_settled: false }
+    Scope { shape: Shape::Any, max_reqs, max_columns, idle_and_settled: false, ahead: false }
 }
 
 #[test]
@@ -323,7 +332,7 @@ fn large_any_table_4_requests_2_columns() {
 
 #[test]
 fn large_same_column_4_requests_4_columns() {
-    let scope = Scope { shape: Shape::SameColumn, max_reqs: 4, max_columns: 4, idle_and_settled: false };
+    let scope = Scope { shape: Shape::SameColumn, ..any_table(4, 4) };
     check("blocks in their column, 4 requests, 4 columns", &scope, &full(), 499_447_735);
 }
 
@@ -331,6 +340,25 @@ fn large_same_column_4_requests_4_columns() {
 fn idle_and_settled_3_requests_2_columns() {
     let scope = Scope { idle_and_settled: true, ..any_table(3, 2) };
     check("idle and settled, 3 requests, 2 columns", &scope, &full(), 71_469_434);
+}
+
+#[test]
+fn reads_ahead_3_requests_2_columns() {
+    let scope = Scope { ahead: true, ..any_table(3, 2) };
+    check("reads ahead, 3 requests, 2 columns", &scope, &full(), 147_831_601);
+}
+
+#[test]
+fn reads_ahead_with_windows_and_chunks_idle_and_settled() {
+    let scope = Scope { ahead: true, idle_and_settled: true, ..any_table(2, 3) };
+    check("reads ahead, idle and settled, 2 requests, 3 columns", &scope, &full(), 149_031_453);
+    let scope = Scope { max_columns: 2, ..scope };
+    for size in 1..=6 {
+        let window = Group { sliding_window: Some(size), ..full() };
+        check(&format!("reads ahead, window {size}, 2 requests, 2 columns"), &scope, &window, 975_895);
+        let chunk = Group { attention_chunk_size: Some(size), ..full() };
+        check(&format!("reads ahead, chunk {size}, 2 requests, 2 columns"), &scope, &chunk, 975_895);
+    }
 }
 
 #[test]
@@ -358,7 +386,7 @@ fn both_oracles_agree() {
         Group { null_block: Some(1), ..full() },
     ];
     for group in groups {
-        Scope { idle_and_settled: true, ..any_table(2, 2) }.visit(&mut |small| {
+        Scope { idle_and_settled: true, ahead: true, ..any_table(2, 2) }.visit(&mut |small| {
             let rows = small.rows.map(|row| row.map(i64::from).to_vec());
             let step = Step {
                 groups: vec![group.clone()],

@@ -194,7 +194,8 @@ impl Model {
             let settled = if settled.index(3) == 0 { settled.index(end + 1) } else { 0 };
             let [computed, scheduled, settled] =
                 [end - scheduled, scheduled, settled].map(|tokens| u32::try_from(tokens).unwrap());
-            Request { computed, scheduled, settled }
+            let ahead = if back.index(4) == 0 { scheduled / 2 } else { 0 };
+            Request { computed, scheduled, settled, ahead }
         });
         let rows =
             (0..self.groups.len()).map(|group| slots.iter().map(|slot| self.rows[slot][group].clone()).collect());
@@ -207,7 +208,7 @@ impl Model {
         for &(place, computed, scheduled) in &turn.strangers {
             let place = place.index(numbers.len() + 1);
             numbers.insert(place, NO_ROW);
-            step.requests.insert(place, Request { computed, scheduled, settled: 0 });
+            step.requests.insert(place, Request { computed, scheduled, ..Request::default() });
             for (group, rows) in step.groups.iter_mut().zip(&mut step.rows) {
                 let columns = (computed + scheduled).div_ceil(group.tokens_per_column);
                 rows.insert(place, (group.num_blocks..group.num_blocks + columns).map(i64::from).collect());
@@ -335,7 +336,7 @@ fn memory() {
     let requests: Vec<_> = (0..REQUESTS)
         .map(|request| {
             let computed = if request + 1 == REQUESTS { 0 } else { 160 };
-            Request { computed, scheduled: columns * 16 - computed, settled: 0 }
+            Request { computed, scheduled: columns * 16 - computed, ..Request::default() }
         })
         .collect();
     let mut batch = batch(&requests);
@@ -368,7 +369,7 @@ fn bad_input() {
     assert_eq!(mirror.row(slot, 0), [3]);
     assert_eq!(mirror.row(slot, 1), [-1]);
 
-    let one = |computed, scheduled| batch(&[Request { computed, scheduled, settled: 0 }]);
+    let one = |computed, scheduled| batch(&[Request { computed, scheduled, ..Request::default() }]);
     let mut two = batch(&[Request::default(), Request::default()]);
     assert_eq!(mirror.is_safe(&[0], &mut one(0, 16), Cuts::ALL), Ok(true));
     for slot in [1, -2, i32::MIN, i32::MAX] {

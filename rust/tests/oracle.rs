@@ -10,6 +10,15 @@ pub struct Request {
     pub computed: u32,
     pub scheduled: u32,
     pub settled: u32,
+    /// Tokens that it reads beyond those computed, as far as it has so many. It does not write them.
+    pub ahead: u32,
+}
+
+impl Request {
+    /// Where its reads of others' making end and its writes begin.
+    pub fn read(&self) -> u32 {
+        self.computed + self.ahead.min(self.scheduled)
+    }
 }
 
 /// A step: `rows[group][request][column]` are block ids.
@@ -85,12 +94,15 @@ impl Oracle {
             for position in counts.computed..counts.computed + counts.scheduled {
                 let mut token = Token { request, reads: Vec::new(), writes: Vec::new() };
                 for (group, rules) in step.groups.iter().enumerate() {
-                    for read in counts.settled..counts.computed {
-                        if attends(rules, position, read) {
+                    for read in counts.settled..counts.read() {
+                        // From which of its tokens on it reads ahead is not known: from the first.
+                        if read > position || attends(rules, position, read) {
                             token.reads.extend(slot(group, request, read)?);
                         }
                     }
-                    if let Some(slot) = slot(group, request, position)? {
+                    if position >= counts.read()
+                        && let Some(slot) = slot(group, request, position)?
+                    {
                         token.writes.push(slot);
                         writes[slot].push(tokens.len());
                     }

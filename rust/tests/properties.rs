@@ -53,10 +53,12 @@ pub fn group(blocks: u32) -> impl Strategy<Value = Group> {
 fn request(size: Size) -> impl Strategy<Value = Request> {
     let scheduled = prop_oneof![1 => Just(0), 3 => Just(1), 8 => 0..=size.scheduled];
     let settled = prop_oneof![2 => Just(0), 1 => 0..=size.computed + 4];
-    (0..=size.computed, scheduled, settled).prop_map(|(computed, scheduled, settled)| Request {
+    let ahead = prop_oneof![3 => Just(0), 1 => 0..=size.scheduled];
+    (0..=size.computed, scheduled, settled, ahead).prop_map(|(computed, scheduled, settled, ahead)| Request {
         computed,
         scheduled,
         settled,
+        ahead,
     })
 }
 
@@ -226,13 +228,14 @@ pub fn batch(requests: &[Request]) -> Batch {
     let computed = requests.iter().map(|request| i64::from(request.computed));
     batch.fill(computed, requests.iter().map(|request| i64::from(request.scheduled))).unwrap();
     batch.settle(requests.iter().map(|request| i64::from(request.settled))).unwrap();
+    batch.read_on(requests.iter().map(|request| i64::from(request.computed + request.ahead))).unwrap();
     batch
 }
 
-/// Requests in front that are settled as far as they are computed: the caller vouches for them, and nobody looks at
+/// Requests in front that are settled as far as they read: the caller vouches for them, and nobody looks at
 /// their rows to find unsafe cuts.
 fn vouched_for(requests: &[(i64, i64)]) -> usize {
-    requests.iter().take_while(|(computed, settled)| *settled > 0 && settled >= computed).count()
+    requests.iter().take_while(|(read, settled)| *settled > 0 && settled >= read).count()
 }
 
 /// Block 0 in place of ids outside the pool, in the rows before `end`.
@@ -368,7 +371,7 @@ proptest! {
         let answer = checker.unsafe_cuts(&tables[..], &batch, cuts, &mut found);
         let safe = checker.is_safe(&tables[..], &batch, cuts);
         let dependencies = checker.dependencies(&tables[..], &batch, |_, _| ());
-        let all: Vec<_> = step.requests.iter().map(|r| (i64::from(r.computed), i64::from(r.settled))).collect();
+        let all: Vec<_> = step.requests.iter().map(|r| (i64::from(r.read()), i64::from(r.settled))).collect();
         let mut looked_at = step.clone();
         mend(&mut looked_at, vouched_for(&all));
         for (bad, answer) in [(Oracle::new(&looked_at).is_err(), answer), (Oracle::new(&step).is_err(), dependencies)] {
@@ -415,6 +418,10 @@ proptest! {
             prop_assert_eq!(i64::from(batch.num_tokens()), scheduled.iter().sum::<i64>());
             let settles = batch.settle(settled.iter().copied());
             prop_assert_eq!(settles.is_ok(), settled.len() == scheduled.len() && fits(settled));
+            let mut reading = Batch::default();
+            reading.fill(computed.iter().copied(), scheduled.iter().copied()).unwrap();
+            let enough = settled.len() == scheduled.len() && computed.iter().zip(settled).all(|(c, r)| c <= r);
+            prop_assert_eq!(reading.read_on(settled.iter().copied()).is_ok(), enough && fits(settled));
         }
         // Whatever is in the batch now, rows that end too early are found, not read.
         let group = Group { tokens_per_column: 16, num_blocks: 4, sliding_window: Some(5), attention_chunk_size: None, null_block: None };
