@@ -59,6 +59,10 @@ pub struct Mirror {
 /// Marks a slot without a request.
 const VACANT: u32 = u32::MAX;
 
+/// The slot, in a batch, of a request that has no row here: it takes room in the step, and no block that it holds is in a
+/// row of the mirror.
+pub const NO_ROW: i32 = -1;
+
 /// The rows of a step, in batch order.
 struct BatchRows<'a> {
     rows: &'a Rows,
@@ -81,7 +85,9 @@ impl BatchRows<'_> {
         {
             let mut shared = false;
             for (position, request) in requests.iter().enumerate().skip(first) {
-                let ids = &rows[self.slots[position].cast_unsigned() as usize].ids;
+                let Some(History { ids, .. }) = rows.get(self.slots[position].cast_unsigned() as usize) else {
+                    continue;
+                };
                 let written = columns(group, &request.writes());
                 let Some(ids) = ids.get(written.start as usize..written.end as usize) else {
                     let needed = written.end as usize;
@@ -249,11 +255,11 @@ impl Mirror {
         &self.rows.histories[group][slot].ids
     }
 
-    /// As [`Checker::is_safe`].
+    /// As [`Checker::is_safe`]; this and the questions below leave the requests with [`NO_ROW`] out of the batch.
     ///
     /// # Errors
     /// A slot that is vacant or comes twice, or a row that ends before its request's tokens.
-    pub fn is_safe(&mut self, slots: &[i32], batch: &Batch, cuts: Cuts) -> Result<bool> {
+    pub fn is_safe(&mut self, slots: &[i32], batch: &mut Batch, cuts: Cuts) -> Result<bool> {
         self.see(slots, batch)?;
         let rows = BatchRows { rows: &self.rows, slots };
         if !rows.any_shared_write(self.checker.groups(), batch, cuts.first)? {
@@ -266,27 +272,35 @@ impl Mirror {
     ///
     /// # Errors
     /// As [`Mirror::is_safe`].
-    pub fn unsafe_cuts(&mut self, slots: &[i32], batch: &Batch, cuts: Cuts, found: &mut Vec<UnsafeCuts>) -> Result<()> {
+    pub fn unsafe_cuts(
+        &mut self,
+        slots: &[i32],
+        batch: &mut Batch,
+        cuts: Cuts,
+        found: &mut Vec<UnsafeCuts>,
+    ) -> Result<()> {
         self.see(slots, batch)?;
         self.checker.unsafe_cuts(&BatchRows { rows: &self.rows, slots }, batch, cuts, found)
     }
 
-    /// A batch order without unsafe cuts, as [`Planner::order`] finds it.
+    /// A batch order without unsafe cuts, as [`Planner::order`] finds it. Queries of at most `short_query` tokens are short.
     ///
     /// # Errors
     /// As [`Mirror::is_safe`]; phases that do not fit.
     pub fn order(
         &mut self,
         slots: &[i32],
-        batch: &Batch,
+        batch: &mut Batch,
         phases: Option<&[i8]>,
+        short_query: Option<i64>,
         planner: &mut Planner,
     ) -> Result<Option<Order>> {
         self.see(slots, batch)?;
         planner.clear();
         let rows = BatchRows { rows: &self.rows, slots };
         self.checker.dependencies(&rows, batch, |reader, writer| planner.depend(reader, writer))?;
-        planner.order(slots.len(), phases)
+        let short = short_query.map(|most| batch.short(most));
+        planner.order(slots.len(), phases, short.as_deref())
     }
 
     /// Where an engine's own block table differs: the first batch position and column, or the shorter length where one row
@@ -301,7 +315,7 @@ impl Mirror {
         table: &Table<'_>,
         lengths: impl ExactSizeIterator<Item = i64>,
     ) -> Result<Option<(usize, usize)>> {
-        self.live(slots)?;
+        self.live(slots, |request| Err(Error::UnknownSlot { request, slot: i64::from(NO_ROW) }))?;
         same_length("num_blocks_per_row", lengths.len(), slots.len())?;
         if table.num_rows() < slots.len() {
             return Err(Error::Length { what: "block_table", found: table.num_rows(), expected: slots.len() });
@@ -324,12 +338,15 @@ impl Mirror {
     }
 
     /// Check the slots of a batch.
-    fn see(&mut self, slots: &[i32], batch: &Batch) -> Result<()> {
+    fn see(&mut self, slots: &[i32], batch: &mut Batch) -> Result<()> {
         same_length("slots", slots.len(), batch.requests().len())?;
-        self.live(slots)
+        self.live(slots, |request| {
+            batch.leave_out(request);
+            Ok(())
+        })
     }
 
-    fn live(&mut self, slots: &[i32]) -> Result<()> {
+    fn live(&mut self, slots: &[i32], mut without_row: impl FnMut(usize) -> Result<()>) -> Result<()> {
         self.batch += 1;
         if self.batch == VACANT {
             for seen in self.rows.seen.iter_mut().filter(|seen| **seen != VACANT) {
@@ -341,6 +358,7 @@ impl Mirror {
             match self.rows.seen.get_mut(slot.cast_unsigned() as usize) {
                 Some(seen) if *seen < self.batch => *seen = self.batch,
                 Some(&mut seen) if seen != VACANT => return Err(Error::DuplicateSlot { slot: i64::from(slot) }),
+                None if slot == NO_ROW => without_row(request)?,
                 _ => return Err(Error::UnknownSlot { request, slot: i64::from(slot) }),
             }
         }
@@ -420,8 +438,8 @@ mod tests {
         let [mut ours, mut theirs] = [Vec::new(), Vec::new()];
         let mut checker = Checker::new(vec![group()]).unwrap();
         checker.unsafe_cuts(&[Table::I32(table.view())][..], &batch, Cuts::ALL, &mut theirs).unwrap();
-        mirror.unsafe_cuts(slots, &batch, Cuts::ALL, &mut ours).unwrap();
-        assert_eq!(mirror.is_safe(slots, &batch, Cuts::ALL), Ok(theirs.is_empty()));
+        mirror.unsafe_cuts(slots, &mut batch, Cuts::ALL, &mut ours).unwrap();
+        assert_eq!(mirror.is_safe(slots, &mut batch, Cuts::ALL), Ok(theirs.is_empty()));
         [ours, theirs]
     }
 
@@ -465,13 +483,13 @@ mod tests {
         let mut twice = Batch::default();
         twice.fill([0, 0].into_iter(), [0, 0].into_iter()).unwrap();
         for _ in 0..6 {
-            assert_eq!(mirror.is_safe(&[first], &batch, Cuts::ALL), Ok(true));
+            assert_eq!(mirror.is_safe(&[first], &mut batch, Cuts::ALL), Ok(true));
             assert_eq!(
-                mirror.is_safe(&[gone], &batch, Cuts::ALL),
+                mirror.is_safe(&[gone], &mut batch, Cuts::ALL),
                 Err(Error::UnknownSlot { request: 0, slot: i64::from(gone) })
             );
             assert_eq!(
-                mirror.is_safe(&[first, first], &twice, Cuts::ALL),
+                mirror.is_safe(&[first, first], &mut twice, Cuts::ALL),
                 Err(Error::DuplicateSlot { slot: i64::from(first) })
             );
         }

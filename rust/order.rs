@@ -1,6 +1,7 @@
 //! Batch orders with every writer before its readers.
 
 use crate::error::{Error, Result};
+use crate::step::same_length;
 
 /// A batch order, and the swaps that lead to it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -9,6 +10,9 @@ pub struct Order {
     pub permutation: Vec<usize>,
     /// The same as swaps of two positions, one after the other.
     pub swaps: Vec<(usize, usize)>,
+    /// Present positions of the short requests that stand before the first long one now and behind a long one then,
+    /// ascending.
+    pub demoted: Vec<usize>,
 }
 
 /// Largest phase a request can have.
@@ -23,7 +27,9 @@ pub struct Planner {
     by_writer: Vec<(usize, usize)>,
     /// Writers that a request still waits for.
     waits_for: Vec<usize>,
-    /// Phase that each position must have.
+    /// Section of each request: its phase, cut in two where short requests keep the lead.
+    section_of: Vec<i8>,
+    /// Section of the request at each position in the order to be.
     sections: Vec<i8>,
     /// Request at each position, and position of each request.
     at: Vec<usize>,
@@ -54,23 +60,26 @@ impl Planner {
     /// a request moves only to get in front of its readers, to make room for one that does, or to reach its section,
     /// and an order that is right already comes back unchanged.
     ///
+    /// With `short`, by request whether its query is short, a short request in front of the first long one stays in front
+    /// of every long one, unless it needs what a long one writes, itself or through others. The requests that this demotes
+    /// are demoted in every order there is.
+    ///
     /// # Errors
-    /// [`Error::Length`] or [`Error::Phase`] for `phases` that do not fit.
-    pub fn order(&mut self, num_reqs: usize, phases: Option<&[i8]>) -> Result<Option<Order>> {
-        self.start(num_reqs, phases)?;
-        let phase = |request: usize| phases.map_or(0, |phases| phases[request]);
+    /// [`Error::Length`] or [`Error::Phase`] for `phases` or `short` that do not fit.
+    pub fn order(&mut self, num_reqs: usize, phases: Option<&[i8]>, short: Option<&[bool]>) -> Result<Option<Order>> {
+        self.start(num_reqs, phases, short)?;
         let mut swaps = Vec::new();
         for position in 0..num_reqs {
             let section = self.sections[position];
             let here = self.at[position];
-            let chosen = if phase(here) != section {
-                self.earliest_of_section(position, section, phase)
+            let chosen = if self.section_of[here] != section {
+                self.earliest_of_section(position, section)
             } else if self.waits_for[here] == 0 {
                 Some(here)
             } else {
-                self.hindmost_free_writer(here).filter(|&writer| phase(writer) == section).map(|own| {
+                self.hindmost_free_writer(here).filter(|&writer| self.section_of[writer] == section).map(|own| {
                     let is_read = !pairs_of(&self.by_writer, here).is_empty();
-                    if is_read { own } else { self.hindmost_late_writer(own, section, phase) }
+                    if is_read { own } else { self.hindmost_late_writer(own, section) }
                 })
             };
             let Some(chosen) = chosen else {
@@ -87,10 +96,11 @@ impl Planner {
                 self.waits_for[reader] -= 1;
             }
         }
-        Ok(Some(Order { permutation: self.at.clone(), swaps }))
+        let demoted = short.map_or_else(Vec::new, |short| self.demoted(short));
+        Ok(Some(Order { permutation: self.at.clone(), swaps, demoted }))
     }
 
-    fn start(&mut self, num_reqs: usize, phases: Option<&[i8]>) -> Result<()> {
+    fn start(&mut self, num_reqs: usize, phases: Option<&[i8]>, short: Option<&[bool]>) -> Result<()> {
         self.by_reader.sort_unstable();
         self.by_reader.dedup();
         self.by_writer.clear();
@@ -101,20 +111,26 @@ impl Planner {
         for &(reader, _) in &self.by_reader {
             self.waits_for[reader] += 1;
         }
-        self.sections.clear();
+        self.section_of.clear();
         match phases {
-            None => self.sections.resize(num_reqs, 0),
+            None => self.section_of.resize(num_reqs, 0),
             Some(phases) => {
-                crate::step::same_length("phases", phases.len(), num_reqs)?;
+                same_length("phases", phases.len(), num_reqs)?;
                 for (request, &phase) in phases.iter().enumerate() {
                     if !(0..=LAST_PHASE).contains(&phase) {
                         return Err(Error::Phase { request, phase });
                     }
+                    self.section_of.push(2 * phase);
                 }
-                self.sections.extend_from_slice(phases);
-                self.sections.sort_unstable();
             }
         }
+        if let Some(short) = short {
+            same_length("short", short.len(), num_reqs)?;
+            self.keep_the_lead(short);
+        }
+        self.sections.clear();
+        self.sections.extend_from_slice(&self.section_of);
+        self.sections.sort_unstable();
         self.at.clear();
         self.at.extend(0..num_reqs);
         self.place.clear();
@@ -124,14 +140,41 @@ impl Planner {
         Ok(())
     }
 
+    /// Cut the first section with a long request in two: in front the short requests that keep the lead, with the
+    /// writers they need, then all others. Behind that section every request stands behind a long one, whatever is done.
+    fn keep_the_lead(&mut self, short: &[bool]) {
+        let long = |&request: &usize| !short[request];
+        let (Some(first_long), Some(section)) =
+            ((0..short.len()).find(long), (0..short.len()).filter(long).map(|request| self.section_of[request]).min())
+        else {
+            return;
+        };
+        let mut follows: Vec<_> = short.iter().map(|short| !short).collect();
+        spread(&self.by_writer, &mut follows);
+        let mut leads: Vec<_> = (0..short.len())
+            .map(|request| request < first_long && self.section_of[request] == section && !follows[request])
+            .collect();
+        spread(&self.by_reader, &mut leads);
+        for (own, leads) in self.section_of.iter_mut().zip(leads) {
+            *own += i8::from(*own == section && !leads);
+        }
+    }
+
+    /// The requests that stood before the first long one and do no longer.
+    fn demoted(&self, short: &[bool]) -> Vec<usize> {
+        let is_short = |request: &usize| short[*request];
+        let first_long = self.at.iter().copied().take_while(is_short).count();
+        (0..short.len()).take_while(is_short).filter(|&request| self.place[request] >= first_long).collect()
+    }
+
     /// Of the requests not yet placed that belong to `section` and wait for nothing: the first that stands where
     /// the request at `position` belongs, so that one swap serves both; else the first at all.
-    fn earliest_of_section(&self, position: usize, section: i8, phase: impl Fn(usize) -> i8) -> Option<usize> {
-        let home = phase(self.at[position]);
+    fn earliest_of_section(&self, position: usize, section: i8) -> Option<usize> {
+        let home = self.section_of[self.at[position]];
         let candidates = || {
             (position + 1..self.at.len()).filter(|&from| {
                 let request = self.at[from];
-                phase(request) == section && self.waits_for[request] == 0
+                self.section_of[request] == section && self.waits_for[request] == 0
             })
         };
         let from = candidates().find(|&from| self.sections[from] == home).or_else(|| candidates().next())?;
@@ -165,20 +208,32 @@ impl Planner {
 
     /// Of the writers that stand behind a reader of theirs and wait for nothing: the one that stands hindmost, but in
     /// its section and behind `own`; else `own`.
-    fn hindmost_late_writer(&self, own: usize, section: i8, phase: impl Fn(usize) -> i8) -> usize {
+    fn hindmost_late_writer(&self, own: usize, section: i8) -> usize {
         let mut best = own;
         for &(writer, reader) in &self.by_writer {
             let place = self.place[writer];
             if place > self.place[best]
                 && place > self.place[reader]
                 && self.waits_for[writer] == 0
-                && phase(writer) == section
+                && self.section_of[writer] == section
                 && self.sections[place] == section
             {
                 best = writer;
             }
         }
         best
+    }
+}
+
+/// Mark what is reached from the marked ones along the pairs, which are sorted.
+fn spread(pairs: &[(usize, usize)], marked: &mut [bool]) {
+    let mut from: Vec<_> = (0..marked.len()).filter(|&request| marked[request]).collect();
+    while let Some(request) = from.pop() {
+        for &(_, next) in pairs_of(pairs, request) {
+            if !std::mem::replace(&mut marked[next], true) {
+                from.push(next);
+            }
+        }
     }
 }
 

@@ -87,8 +87,8 @@ fn contained<T>(body: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
 
 /// (first, last, reader, writer, group, block)
 type UnsafeTuple = (u32, u32, usize, usize, usize, u32);
-/// (permutation, swaps)
-type OrderTuple = (Vec<usize>, Vec<(usize, usize)>);
+/// (permutation, swaps, demoted)
+type OrderTuple = (Vec<usize>, Vec<(usize, usize)>, Vec<usize>);
 
 fn unsafe_tuples(found: &[UnsafeCuts]) -> Vec<UnsafeTuple> {
     found
@@ -101,7 +101,7 @@ fn unsafe_tuples(found: &[UnsafeCuts]) -> Vec<UnsafeTuple> {
 }
 
 fn order_tuple(order: Option<Order>) -> Option<OrderTuple> {
-    order.map(|order| (order.permutation, order.swaps))
+    order.map(|order| (order.permutation, order.swaps, order.demoted))
 }
 
 /// A range of cuts from optional Python integers; what lies outside any step is clipped.
@@ -121,7 +121,7 @@ fn groups(objects: &Bound<'_, PyAny>) -> PyResult<Vec<Group>> {
     for (index, object) in objects.try_iter()?.enumerate() {
         let object = object?;
         let wrong = |name: &str, value: &Bound<'_, PyAny>| {
-            let value = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+            let value = text_of(value);
             GroupError::new_err(format!("group {index}: {name} is {value}"))
         };
         let size = |name: &Bound<'_, pyo3::types::PyString>| -> PyResult<u32> {
@@ -323,7 +323,7 @@ impl Checker {
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None))]
     fn order(
         &mut self,
         block_tables: &Bound<'_, PyAny>,
@@ -331,6 +331,7 @@ impl Checker {
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
+        short_query: Option<i64>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
@@ -338,7 +339,8 @@ impl Checker {
                 let (planner, requests) = (&mut this.planner, this.batch.requests().len());
                 planner.clear();
                 this.core.dependencies(tables, &this.batch, |reader, writer| planner.depend(reader, writer))?;
-                Ok(order_tuple(planner.order(requests, phases.as_deref())?))
+                let short = short_query.map(|most| this.batch.short(most));
+                Ok(order_tuple(planner.order(requests, phases.as_deref(), short.as_deref())?))
             })
         })
     }
@@ -368,7 +370,7 @@ impl Mirror {
     fn slot(&self, request_id: &Bound<'_, PyAny>) -> PyResult<usize> {
         match self.slots.bind(request_id.py()).get_item(request_id)? {
             Some(slot) => slot.extract(),
-            None => Err(UnknownRequestError::new_err(format!("no request {}", request_id.repr()?))),
+            None => Err(unknown(request_id)),
         }
     }
 
@@ -449,9 +451,17 @@ fn plain_ids(list: &Bound<'_, PyList>) -> impl Iterator<Item = i64> {
     })
 }
 
+fn unknown(request_id: &Bound<'_, PyAny>) -> PyErr {
+    UnknownRequestError::new_err(format!("no request {}", text_of(request_id)))
+}
+
+fn text_of(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string())
+}
+
 fn block_id(id: &Bound<'_, PyAny>) -> PyResult<i64> {
     id.extract().map_err(|error: PyErr| {
-        let text = id.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+        let text = text_of(id);
         if error.is_instance_of::<PyOverflowError>(id.py()) {
             BlockIdError::new_err(format!("block id {text} has more than 31 bits"))
         } else {
@@ -558,12 +568,18 @@ impl Mirror {
         })
     }
 
-    fn slots<'py>(&self, request_ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    #[pyo3(signature = (request_ids, *, missing=false))]
+    fn slots<'py>(&self, request_ids: &Bound<'py, PyAny>, missing: bool) -> PyResult<Bound<'py, PyArray1<i32>>> {
         contained(|| {
+            let known = self.slots.bind(request_ids.py());
             let mut slots = Vec::with_capacity(request_ids.len()?);
             for request_id in request_ids.try_iter()? {
-                let slot = self.slot(&request_id?)?;
-                slots.push(i32::try_from(slot)?);
+                let request_id = request_id?;
+                match known.get_item(&request_id)? {
+                    Some(slot) => slots.push(slot.extract()?),
+                    None if missing => slots.push(mirror::NO_ROW),
+                    None => return Err(unknown(&request_id)),
+                }
             }
             Ok(slots.into_pyarray(request_ids.py()))
         })
@@ -592,7 +608,7 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            Ok(self.core.is_safe(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut))?)
+            Ok(self.core.is_safe(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut))?)
         })
     }
 
@@ -608,24 +624,26 @@ impl Mirror {
         contained(|| {
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            self.core.unsafe_cuts(slots.as_slice()?, &self.batch, cuts(first_cut, last_cut), &mut self.found)?;
+            self.core.unsafe_cuts(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut), &mut self.found)?;
             Ok(unsafe_tuples(&self.found))
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None))]
     fn order(
         &mut self,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
         phases: Option<&Bound<'_, PyAny>>,
+        short_query: Option<i64>,
     ) -> PyResult<Option<OrderTuple>> {
         contained(|| {
             let phases = phases.map(self::phases).transpose()?;
             fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None)?;
             let slots = slot_array(slots)?;
-            let order = self.core.order(slots.as_slice()?, &self.batch, phases.as_deref(), &mut self.planner)?;
+            let slots = slots.as_slice()?;
+            let order = self.core.order(slots, &mut self.batch, phases.as_deref(), short_query, &mut self.planner)?;
             Ok(order_tuple(order))
         })
     }

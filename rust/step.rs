@@ -94,6 +94,8 @@ pub struct Request {
     pub offset: u32,
     /// Leading positions that an earlier step wrote.
     pub settled: u32,
+    /// Where its reads of others' making end and its writes begin: `computed`.
+    pub read: u32,
 }
 
 impl Request {
@@ -104,21 +106,21 @@ impl Request {
         if self.scheduled == 0 {
             return 0..0;
         }
-        group.first_read(self.computed).max(self.settled)..self.computed
+        group.first_read(self.computed).max(self.settled)..self.read
     }
 
     /// Whether it is known to read nothing that this step writes: it ran before, and what it has is written.
     #[inline]
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.settled > 0 && self.settled >= self.computed
+        self.settled > 0 && self.settled >= self.read
     }
 
     /// Positions it writes.
     #[inline]
     #[must_use]
     pub fn writes(&self) -> Range<u32> {
-        self.computed..self.computed + self.scheduled
+        self.read..self.computed + self.scheduled
     }
 
     /// Step offset of the token at a position it writes.
@@ -166,7 +168,8 @@ impl Batch {
             total = total.wrapping_add(scheduled);
             bits |= computed | scheduled | computed.wrapping_add(scheduled) | total;
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked below")]
-            Request { computed: computed as u32, scheduled: scheduled as u32, offset: offset as u32, settled: 0 }
+            let [computed, scheduled, offset] = [computed as u32, scheduled as u32, offset as u32];
+            Request { computed, scheduled, offset, settled: 0, read: computed }
         }));
         self.num_tokens = u32::try_from(total).unwrap_or(0);
         if (0..=i64::from(i32::MAX)).contains(&bits) {
@@ -210,6 +213,18 @@ impl Batch {
             counts.settled = count("num_settled_tokens", request, value)?;
         }
         Ok(())
+    }
+
+    /// Which requests have a query of at most so many tokens.
+    #[must_use]
+    pub fn short(&self, short_query: i64) -> Vec<bool> {
+        self.requests.iter().map(|request| i64::from(request.scheduled) <= short_query).collect()
+    }
+
+    /// Leave a request out of account but for the room its tokens take: it reads nothing and writes nothing.
+    pub(crate) fn leave_out(&mut self, request: usize) {
+        let counts = &mut self.requests[request];
+        (counts.settled, counts.read) = (u32::MAX, u32::MAX);
     }
 
     /// The requests.

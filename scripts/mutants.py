@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "step.rs",
         "settled in part taken for settled",
-        "self.settled > 0 && self.settled >= self.computed",
+        "self.settled > 0 && self.settled >= self.read",
         "self.settled > 0",
     ),
     Mutant(
@@ -235,6 +235,12 @@ MUTANTS = [
         "Some(seen) if *seen < self.batch",
         "Some(seen) if *seen <= self.batch",
     ),
+    Mutant(
+        "step.rs",
+        "a request without a row writes",
+        "(counts.settled, counts.read) = (u32::MAX, u32::MAX);",
+        "counts.settled = u32::MAX;",
+    ),
     # Order.
     Mutant(
         "order.rs",
@@ -245,7 +251,7 @@ MUTANTS = [
     Mutant(
         "order.rs",
         "phases of the writers ignored",
-        "filter(|&writer| phase(writer) == section)",
+        "filter(|&writer| self.section_of[writer] == section)",
         "filter(|_| true)",
     ),
     Mutant("order.rs", "sections as they come", "self.sections.sort_unstable();", ""),
@@ -262,6 +268,44 @@ MUTANTS = [
         "self.visited[writer] <= position",
     ),
     Mutant("order.rs", "every late writer may wait", "                && self.waits_for[writer] == 0\n", ""),
+    Mutant("order.rs", "nobody keeps the lead", "            self.keep_the_lead(short);\n", ""),
+    Mutant("order.rs", "readers of long requests keep the lead", "&& !follows[request]", ""),
+    Mutant(
+        "order.rs",
+        "needing a long request through another is overlooked",
+        "!std::mem::replace",
+        "std::mem::replace",
+    ),
+    Mutant(
+        "order.rs",
+        "writers of those who keep the lead stay behind",
+        "spread(&self.by_reader, &mut leads);",
+        "",
+    ),
+    Mutant(
+        "order.rs",
+        "every short request is pulled to the front",
+        "request < first_long && self",
+        "short[request] && self",
+    ),
+    Mutant(
+        "order.rs",
+        "the last section with a long request is cut",
+        "map(|request| self.section_of[request]).min())",
+        "map(|request| self.section_of[request]).max())",
+    ),
+    Mutant(
+        "order.rs",
+        "a section of its own for each phase",
+        "self.section_of.push(2 * phase);",
+        "self.section_of.push(phase);",
+    ),
+    Mutant(
+        "order.rs",
+        "the lead is overrated",
+        "self.place[request] >= first_long)",
+        "self.place[request] > first_long + 1)",
+    ),
 ]
 
 

@@ -206,10 +206,11 @@ def test_requests_known_and_unknown() -> None:
         mirror.free("s")
     with pytest.raises(UnknownRequestError, match="'s'"):
         mirror.slots(["r", "s"])
+    assert mirror.slots(["r", "s", "t"], missing=True).tolist() == [0, -1, -1]
     with pytest.raises(UnknownRequestError, match="'s'"):
         mirror.row("s", 0)
     one = np.array([1], np.int32)
-    for slot in (1, -1, 2**31 - 1):
+    for slot in (1, -2, 2**31 - 1):
         with pytest.raises(UnknownRequestError, match=str(slot)):
             mirror.is_safe(np.array([slot], np.int32), one, one)
     slots = mirror.slots(["r"])
@@ -239,6 +240,8 @@ def test_a_row_that_ends_before_its_tokens() -> None:
     mirror.add("r", [[1]])
     mirror.add("s", [[2]])
     slots = mirror.slots(["r", "s"])
+    with pytest.raises(UnknownRequestError, match=r"slots.1. is -1"):
+        mirror.first_difference(np.array([0, -1], np.int32), 0, TABLE, np.array([1, 1]))
     tokens = np.array([16, 17], np.int32)
     with pytest.raises(ShapeError, match="the row of request 1 has 1 columns, its tokens need 2"):
         mirror.is_safe(slots, np.zeros(2, np.int32), tokens)

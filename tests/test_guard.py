@@ -109,6 +109,54 @@ def test_requests_that_rely_on_each_other_have_no_order() -> None:
     assert Guard([GROUP]).order(each) is None
 
 
+DECODE = ([10], 5, 1)
+SHORT_READER = ([1, 2, 3, 4, 11], 64, 4)
+BEHIND_A_READER = ([1, 2, 3, 4, 11, 12], 68, 8)
+"""Short as well, and it reads what the short reader writes."""
+
+
+def test_a_short_reader_goes_behind_its_writer_and_no_other_short_request_does() -> None:
+    step = _step(SHORT_READER, DECODE, DECODE, WRITER, DECODE)
+    guard = Guard([GROUP])
+    free = guard.order(step)
+    assert free is not None
+    assert (free.permutation, free.demoted) == ((3, 1, 2, 0, 4), ()), "every decode is behind the writer"
+    kept = guard.order(step, short_query=8)
+    assert kept is not None
+    assert (kept.permutation, kept.demoted) == ((2, 1, 3, 0, 4), (0,))
+    assert guard.unsafe_cuts(step.permuted(kept.permutation)) == ()
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_whoever_needs_a_long_writer_through_others_is_demoted(mirrored: bool) -> None:
+    guard = Guard([GROUP])
+    plain = _step(BEHIND_A_READER, DECODE, SHORT_READER, WRITER)
+    step = _mirrored(guard, plain) if mirrored else plain
+    order = guard.order(step, short_query=8)
+    assert order is not None
+    assert order.demoted == (0, 2)
+    assert order.permutation[0] == 1
+    assert guard.unsafe_cuts(plain.permuted(order.permutation)) == ()
+    assert guard.order(step, short_query=7) == guard.order(step, short_query=4), "request 0 has 8 tokens"
+
+
+def test_a_right_batch_is_left_as_it_is_whoever_is_short() -> None:
+    order = Guard([GROUP]).order(_step(DECODE, WRITER, DECODE, SHORT_READER), short_query=8)
+    assert order is not None
+    assert (order.permutation, order.swaps, order.demoted) == ((0, 1, 2, 3), (), ())
+
+
+def test_too_many_demoted_tokens_are_not_worth_an_order() -> None:
+    guard = Guard([GROUP])
+    step = _step(SHORT_READER, DECODE, WRITER)  # the reader has 68 tokens when the step is done
+    assert guard.decide(step, short_query=8, max_demoted_tokens=68).reason is Reason.REORDERED
+    refused = guard.vote(step, short_query=8, max_demoted_tokens=67)
+    assert (refused.allow, refused.reason, refused.order) == (False, Reason.DEMOTES, None)
+    assert guard.decide(step, short_query=3, max_demoted_tokens=0).allow, "nobody is short"
+    assert guard.decide(step, max_demoted_tokens=0).allow
+    assert Guard([GROUP], "veto").decide(step, short_query=8, max_demoted_tokens=0).reason is Reason.UNSAFE
+
+
 def test_a_right_order_moves_nobody() -> None:
     order = Guard([GROUP]).order(WRITER_FIRST)
     assert order is not None
@@ -141,6 +189,19 @@ def test_a_window_hides_what_lies_below_it() -> None:
         stale.num_computed_tokens, stale.num_scheduled_tokens, stale.block_tables, (KVCacheGroup(16, 64),)
     )
     assert Guard(full.groups).unsafe_cuts(full) != ()
+
+
+def test_a_request_without_a_row_takes_room_and_concerns_nobody() -> None:
+    guard = Guard([GROUP])
+    for name, row in (("reader", READER[0]), ("writer", WRITER[0])):
+        guard.mirror.add(name, [row])
+    slots = guard.mirror.slots(["new", "reader", "other", "writer"], missing=True)
+    step = MirroredStep(slots, np.array([0, 64, 7, 0]), np.array([10, 16, 5, 96]))
+    # The reader begins at offset 10; the writer's first 64 tokens are the offsets 31 .. 94.
+    assert guard.unsafe_cuts(step) == (UnsafeCuts(11, 94, 1, 3, 0, 4),)
+    order = guard.order(step)
+    assert order is not None
+    assert order.permutation == (0, 3, 2, 1)
 
 
 def test_an_undecidable_step_is_refused_not_raised() -> None:

@@ -23,6 +23,8 @@ from ubatch_guard.step import CutRange, KVCacheGroup, Step, UnsafeCuts
 
 NUM_BLOCKS = 40
 MOST_REQUESTS = 8
+COLUMNS = 6
+"""Of a request that the mirror does not know."""
 many = settings(max_examples=150, stateful_step_count=40)
 
 Rows = list[list[int]]
@@ -51,7 +53,6 @@ class Scheduler(RuleBasedStateMachine):
     def start(self, groups: list[KVCacheGroup]) -> None:
         self.groups = tuple(groups)
         self.mirror = self.make_mirror(groups)
-        self.checker = Checker(groups)
         self.rows: dict[str, Rows] = {}
         self.num_named = 0
 
@@ -115,40 +116,52 @@ class Scheduler(RuleBasedStateMachine):
     def ask(self, data: st.DataObject, first: int, length: int) -> None:
         request_ids, step = self._batch(data.draw)
         counts = step.num_computed_tokens, step.num_scheduled_tokens
-        slots = self.mirror.slots(request_ids)
+        slots = self.mirror.slots(request_ids, missing=True)
         for asked in (None, CutRange(first, first + length)):
             bounds = () if asked is None else (asked.first, asked.last)
             expected = reference.unsafe_cuts(step, asked)
             found = self.mirror.unsafe_cuts(slots, *counts, *bounds)
             assert tuple(UnsafeCuts(*fields) for fields in found) == expected
             assert self.mirror.is_safe(slots, *counts, *bounds) is (not expected)
+        checker = Checker(step.groups)
         order = self.mirror.order(slots, *counts)
-        assert order == self.checker.order(step.block_tables, *counts)
+        assert order == checker.order(step.block_tables, *counts)
+        kept = self.mirror.order(slots, *counts, short_query=2)
+        assert kept == checker.order(step.block_tables, *counts, short_query=2)
         assert (order is None) == (reference.order(step) is None)
 
     def _batch(self, draw: st.DrawFn) -> tuple[list[str], Step]:
-        """Some live requests in some order, with token counts that fit into their rows."""
-        request_ids = draw(st.permutations(sorted(self.rows)))
+        """Some live requests in some order, with token counts that fit into their rows.
+
+        Among them are requests that the mirror has no rows of. Theirs are of blocks that nobody else holds.
+        """
+        strangers = [f"stranger{i}" for i in range(draw(st.integers(0, 2)))]
+        request_ids = draw(st.permutations(sorted(self.rows) + strangers))
         request_ids = request_ids[: draw(st.integers(0, len(request_ids)))]
+        private = [[*range(NUM_BLOCKS + i * COLUMNS, NUM_BLOCKS + (i + 1) * COLUMNS)] for i in range(2)]
+        rows = self.rows | {
+            name: [own] * len(self.groups) for name, own in zip(strangers, private, strict=False)
+        }
+        groups = tuple(replace(group, num_blocks=NUM_BLOCKS + 2 * COLUMNS) for group in self.groups)
         computed, scheduled = [], []
         for request_id in request_ids:
             room = min(
                 len(row) * group.tokens_per_column
-                for row, group in zip(self.rows[request_id], self.groups, strict=True)
+                for row, group in zip(rows[request_id], groups, strict=True)
             )
             computed.append(draw(st.integers(0, room)))
             scheduled.append(draw(st.integers(0, min(room - computed[-1], 6))))
         dtype = draw(st.sampled_from([np.int32, np.int64]))
         tables = []
         for group in range(len(self.groups)):
-            width = max((len(self.rows[r][group]) for r in request_ids), default=0)
+            width = max((len(rows[r][group]) for r in request_ids), default=0)
             table = np.zeros((len(request_ids), width), dtype=np.int32)
             for position, request_id in enumerate(request_ids):
-                row = self.rows[request_id][group]
+                row = rows[request_id][group]
                 table[position, : len(row)] = row
             tables.append(table)
         counts = np.array(computed, dtype=dtype), np.array(scheduled, dtype=dtype)
-        return request_ids, Step(*counts, block_tables=tuple(tables), groups=self.groups)
+        return request_ids, Step(*counts, block_tables=tuple(tables), groups=groups)
 
     def teardown(self) -> None:
         for request_id, rows in getattr(self, "rows", {}).items():

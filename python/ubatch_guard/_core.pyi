@@ -59,8 +59,8 @@ class InternalError(RuntimeError):
 
 # (first, last, reader, writer, group, block)
 _Unsafe = tuple[int, int, int, int, int, int]
-# (permutation, swaps)
-_Order = tuple[list[int], list[tuple[int, int]]]
+# (permutation, swaps, demoted)
+_Order = tuple[list[int], list[tuple[int, int]], list[int]]
 
 @final
 class Checker:
@@ -93,8 +93,13 @@ class Checker:
         num_scheduled_tokens: IntArray,
         phases: npt.NDArray[np.int8] | None = None,
         num_settled_tokens: IntArray | None = None,
+        short_query: int | None = None,
     ) -> _Order | None:
-        """A batch order without unsafe cuts whose phases do not descend, or None."""
+        """A batch order without unsafe cuts whose phases do not descend, or None.
+
+        Of the queries of at most ``short_query`` tokens that stand before the first longer one, those that
+        need no longer one's writes still do.
+        """
 
 @final
 class Mirror:
@@ -119,8 +124,12 @@ class Mirror:
         """The request's rows go."""
     def clear(self) -> None:
         """All rows go."""
-    def slots(self, request_ids: Sequence[str]) -> npt.NDArray[np.int32]:
-        """int32, shape ``[len(request_ids)]``: the handles that the questions below take, in batch order."""
+    def slots(self, request_ids: Sequence[str], *, missing: bool = False) -> npt.NDArray[np.int32]:
+        """int32, shape ``[len(request_ids)]``: the handles that the questions below take, in batch order.
+
+        A request without a row raises `UnknownRequestError`, or has the slot -1 with ``missing``. Such a one
+        concerns no other, but its tokens take room: they move the offsets of those behind it.
+        """
     def row(self, request_id: str, group: int) -> npt.NDArray[np.int32]:
         """int32, shape ``[columns]``: a copy of a request's row."""
     def is_safe(
@@ -147,6 +156,7 @@ class Mirror:
         num_computed_tokens: IntArray,
         num_scheduled_tokens: IntArray,
         phases: npt.NDArray[np.int8] | None = None,
+        short_query: int | None = None,
     ) -> _Order | None:
         """As `Checker.order`."""
     def first_difference(

@@ -114,6 +114,7 @@ class Guard:
         step: Step | MirroredStep,
         phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
         constraint: OrderConstraint = OrderConstraint.FREE,
+        short_query: int | None = None,
     ) -> Order | None:
         """A batch order with every writer before its readers, so without any unsafe cut.
 
@@ -123,6 +124,10 @@ class Guard:
             step: The step.
             phases: Phase of each request, in batch order; needed where ``constraint`` asks for phases.
             constraint: What the attention backends accept.
+            short_query: Tokens up to which the backends take a query for a decode as long as no longer one
+                stands before it (vLLM: ``reorder_batch_threshold``, ``decode_threshold``). Who leads now and
+                needs no longer query's writes still leads in the order found: no order demotes fewer. None:
+                it makes no difference who stands behind whom.
 
         Returns:
             The order, or None where there is none.
@@ -133,7 +138,7 @@ class Guard:
         allowed = self._allowed_phases(step.num_reqs, phases, constraint)
         if isinstance(step, MirroredStep):
             found = self.mirror.order(
-                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, allowed
+                step.slots, step.num_computed_tokens, step.num_scheduled_tokens, allowed, short_query
             )
         else:
             self._same_groups(step)
@@ -143,13 +148,14 @@ class Guard:
                 step.num_scheduled_tokens,
                 allowed,
                 step.num_settled_tokens,
+                short_query,
             )
         if found is None:
             return None
-        permutation, swaps = found
+        permutation, swaps, demoted = found
         if swaps and constraint is OrderConstraint.FIXED:
             return None
-        return Order(tuple(permutation), tuple(swaps))
+        return Order(tuple(permutation), tuple(swaps), tuple(demoted))
 
     def decide(
         self,
@@ -158,6 +164,8 @@ class Guard:
         *,
         phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
         constraint: OrderConstraint = OrderConstraint.FREE,
+        short_query: int | None = None,
+        max_demoted_tokens: int | None = None,
     ) -> Verdict:
         """Whether the step may be cut, under the guard's policy.
 
@@ -167,6 +175,10 @@ class Guard:
                 `feasible_cuts`.
             phases: As for `order`.
             constraint: As for `order`.
+            short_query: As for `order`.
+            max_demoted_tokens: Above so many computed and scheduled tokens of demoted requests, an order is
+                not worth it and the step runs whole. None: there is no bound. Without ``short_query`` nobody
+                counts as demoted.
 
         Raises:
             GuardError: Bad input, see its subclasses. `vote` turns it into a verdict.
@@ -178,9 +190,11 @@ class Guard:
             return Verdict(True, Reason.OBSERVED, unsafe)
         if self.policy is Policy.VETO or constraint is OrderConstraint.FIXED:
             return Verdict(False, Reason.UNSAFE, unsafe)
-        order = self.order(step, phases, constraint)
+        order = self.order(step, phases, constraint, short_query)
         if order is None:
             return Verdict(False, Reason.NO_ORDER, unsafe)
+        if max_demoted_tokens is not None and _num_demoted_tokens(step, order) > max_demoted_tokens:
+            return Verdict(False, Reason.DEMOTES, unsafe)
         return Verdict(True, Reason.REORDERED, unsafe, order)
 
     def vote(
@@ -190,13 +204,22 @@ class Guard:
         *,
         phases: Sequence[Phase] | npt.NDArray[np.int8] | None = None,
         constraint: OrderConstraint = OrderConstraint.FREE,
+        short_query: int | None = None,
+        max_demoted_tokens: int | None = None,
     ) -> Verdict:
         """As `decide`, for use inside a step: what cannot be decided is refused, and nothing is raised.
 
         An exception on one rank of a data-parallel engine leaves its peers waiting in the vote.
         """
         try:
-            return self.decide(step, cuts, phases=phases, constraint=constraint)
+            return self.decide(
+                step,
+                cuts,
+                phases=phases,
+                constraint=constraint,
+                short_query=short_query,
+                max_demoted_tokens=max_demoted_tokens,
+            )
         except (GuardError, InternalError) as error:
             return Verdict(False, Reason.UNDECIDED, error=f"{type(error).__name__}: {error}")
 
@@ -233,3 +256,11 @@ class Guard:
             # Extends and prefills form one section.
             return np.where(allowed == Phase.EXTEND, np.int8(Phase.PREFILL), allowed)
         return allowed
+
+
+def _num_demoted_tokens(step: Step | MirroredStep, order: Order) -> int:
+    """Tokens that the demoted requests have when the step is done."""
+    return sum(
+        int(step.num_computed_tokens[request]) + int(step.num_scheduled_tokens[request])
+        for request in order.demoted
+    )

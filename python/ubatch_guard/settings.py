@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,21 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _TRACE_MAX_BYTES = 256 << 20
 _LOG_INTERVAL = 60.0
+_DAY = 86400.0
+_MAX_DEMOTED_TOKENS = 65536
+_RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _POLICIES: dict[str, Policy | None] = {"off": None, **{policy.value: policy for policy in Policy}}
+_KNOWN = {
+    "MODE",
+    "TRACE",
+    "TRACE_MAX_BYTES",
+    "TRACE_IDS",
+    "VERIFY",
+    "STRICT",
+    "LOG_INTERVAL",
+    "MAX_DEMOTED_TOKENS",
+    "RUNNERS",
+}
 
 
 class SettingsError(ValueError):
@@ -31,7 +46,12 @@ class Settings:
         trace_max_bytes: Size at which a trace ends, in bytes.
         verify_every: Compare the mirror with the runner's own block table every this many steps; 0: never.
         strict: A hook point that is missing stops the start, instead of leaving vLLM's own verdict in force.
-        log_interval: Seconds between two log lines with the counters; 0: none.
+        log_interval: Seconds between two log lines with the counters, a day at most; 0: none.
+        hash_trace_ids: Request ids go into the trace as hashes.
+        max_demoted_tokens: A step is run whole rather than reordered when this would take requests with more
+            context tokens than this, over all of them, from the decodes to the prefills of the attention
+            backends (docs/design.md, "The order"); None: whatever it takes.
+        runners: Further model runner classes to guard, as ``module:Class``.
     """
 
     policy: Policy | None = Policy.REORDER
@@ -40,6 +60,9 @@ class Settings:
     verify_every: int = 0
     strict: bool = False
     log_interval: float = _LOG_INTERVAL
+    hash_trace_ids: bool = False
+    max_demoted_tokens: int | None = _MAX_DEMOTED_TOKENS
+    runners: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -47,7 +70,9 @@ class Settings:
 
         ``UBATCH_GUARD_MODE`` = off | observe | veto | reorder, ``UBATCH_GUARD_TRACE`` = path pattern,
         ``UBATCH_GUARD_TRACE_MAX_BYTES`` and ``UBATCH_GUARD_VERIFY`` = whole numbers,
-        ``UBATCH_GUARD_STRICT`` = a truth value, ``UBATCH_GUARD_LOG_INTERVAL`` = seconds.
+        ``UBATCH_GUARD_TRACE_IDS`` = plain | hash, ``UBATCH_GUARD_STRICT`` = a truth value,
+        ``UBATCH_GUARD_LOG_INTERVAL`` = seconds, ``UBATCH_GUARD_MAX_DEMOTED_TOKENS`` = a whole number or none,
+        ``UBATCH_GUARD_RUNNERS`` = ``module:Class`` with commas between.
 
         Raises:
             SettingsError: A value that is none of these, or an unknown ``UBATCH_GUARD_*`` name: a misspelt
@@ -57,11 +82,10 @@ class Settings:
         given = {
             name[len(_PREFIX) :]: value.strip() for name, value in source.items() if name.startswith(_PREFIX)
         }
-        known = {"MODE", "TRACE", "TRACE_MAX_BYTES", "VERIFY", "STRICT", "LOG_INTERVAL"}
-        if unknown := sorted(given.keys() - known):
+        if unknown := sorted(given.keys() - _KNOWN):
             names = ", ".join(_PREFIX + name for name in unknown)
             raise SettingsError(
-                f"unknown {names}; known are {', '.join(_PREFIX + name for name in sorted(known))}"
+                f"unknown {names}; known are {', '.join(_PREFIX + name for name in sorted(_KNOWN))}"
             )
 
         mode = given.get("MODE", "reorder").lower()
@@ -74,6 +98,13 @@ class Settings:
             verify_every=_whole_number(given, "VERIFY", 0, least=0),
             strict=_truth(given, "STRICT"),
             log_interval=_seconds(given, "LOG_INTERVAL", _LOG_INTERVAL),
+            hash_trace_ids=_one_of(given, "TRACE_IDS", ("plain", "hash")) == "hash",
+            max_demoted_tokens=(
+                None
+                if given.get("MAX_DEMOTED_TOKENS", "").lower() == "none"
+                else _whole_number(given, "MAX_DEMOTED_TOKENS", _MAX_DEMOTED_TOKENS, least=0)
+            ),
+            runners=_runners(given, "RUNNERS"),
         )
 
 
@@ -94,9 +125,24 @@ def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0.0 <= value < float("inf"):
-        raise SettingsError(f"{_PREFIX}{name} is {text!r}; it is a number of seconds, 0 or more")
+    if not 0.0 <= value <= _DAY:
+        raise SettingsError(f"{_PREFIX}{name} is {text!r}; it is a number of seconds, 0 to {_DAY:.0f}")
     return value
+
+
+def _one_of(given: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
+    text = given.get(name, "").lower() or values[0]
+    if text not in values:
+        raise SettingsError(f"{_PREFIX}{name} is {text!r}; it is one of {', '.join(values)}")
+    return text
+
+
+def _runners(given: Mapping[str, str], name: str) -> tuple[str, ...]:
+    runners = tuple(part.strip() for part in given.get(name, "").split(",") if part.strip())
+    for runner in runners:
+        if not _RUNNER.fullmatch(runner):
+            raise SettingsError(f"{_PREFIX}{name} has {runner!r}; a runner is named module:Class")
+    return runners
 
 
 def _truth(given: Mapping[str, str], name: str) -> bool:

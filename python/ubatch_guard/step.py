@@ -93,7 +93,8 @@ class MirroredStep:
     """One engine step, in batch order, whose block tables are in a mirror.
 
     Attributes:
-        slots: int32, shape ``[num_reqs]``: the requests' handles, from ``Mirror.slots``.
+        slots: int32, shape ``[num_reqs]``: the requests' handles, from ``Mirror.slots``. -1 is a request
+            without a row there: it holds no block that another request of the step holds.
         num_computed_tokens: As in `Step`.
         num_scheduled_tokens: As in `Step`.
     """
@@ -183,10 +184,15 @@ class Order:
         permutation: ``permutation[i]`` is the present batch position of the request that goes to position i.
         swaps: The same as swaps of two batch positions, applied one after the other
             (vLLM: ``input_batch.swap_states(i, j)``); empty when no request moves.
+        demoted: Present batch positions, ascending, of the short requests that stand before the first longer
+            query now and behind a longer one in this order; empty where no length was said to be short.
+            Backends whose decodes end at the first longer query (vLLM's ``split_decodes_and_prefills``) run
+            them as prefills.
     """
 
     permutation: tuple[int, ...]
     swaps: tuple[tuple[int, int], ...]
+    demoted: tuple[int, ...] = ()
 
 
 class Policy(enum.Enum):
@@ -213,6 +219,8 @@ class Reason(enum.Enum):
     """Some cut is unsafe and the policy does not reorder, or the backends fix the order."""
     NO_ORDER = "no_order"
     """Some cut is unsafe and no batch order helps (a cycle, or the order constraint forbids it)."""
+    DEMOTES = "demotes"
+    """Some cut is unsafe, and every order makes prefills of short requests with more tokens than may be."""
     UNDECIDED = "undecided"
     """The step could not be decided; ``Verdict.error`` says why."""
 

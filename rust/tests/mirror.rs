@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use ubatch_guard::error::Error;
 use ubatch_guard::hazard::{Checker, Cuts};
-use ubatch_guard::mirror::Mirror;
+use ubatch_guard::mirror::{Mirror, NO_ROW};
 use ubatch_guard::order::Planner;
 use ubatch_guard::step::{Group, Table};
 
@@ -44,6 +44,8 @@ struct Turn {
     ids: Vec<Vec<Id>>,
     /// Order of the batch, who is left out, and how each request's row is used.
     batch: Vec<(u32, bool, Index, Index, Index)>,
+    /// Requests of the batch that have no row here: where they stand, computed and scheduled tokens.
+    strangers: Vec<(Index, u32, u32)>,
     cuts: (u32, u32),
 }
 
@@ -70,9 +72,17 @@ fn turn() -> impl Strategy<Value = Turn> {
         proptest::option::weighted(0.6, (any::<Index>(), any::<Index>())),
         vec(ids(4), 2),
         vec(member, 8),
+        vec((any::<Index>(), 0..20_u32, 0..6_u32), 0..3),
         (0..40_u32, 0..40_u32),
     )
-        .prop_map(|(change, prefix, ids, batch, cuts)| Turn { change, prefix, ids, batch, cuts })
+        .prop_map(|(change, prefix, ids, batch, strangers, cuts)| Turn {
+            change,
+            prefix,
+            ids,
+            batch,
+            strangers,
+            cuts,
+        })
 }
 
 /// The mirror, and what it should hold.
@@ -191,32 +201,59 @@ impl Model {
         (slots.clone(), Step { groups: self.groups.clone(), requests: requests.collect(), rows: rows.collect() })
     }
 
+    /// The same step with the strangers in it, each with blocks of its own that the pool of the mirror does not have.
+    fn with_strangers(numbers: &[i32], step: &Step, turn: &Turn) -> (Vec<i32>, Step) {
+        let (mut numbers, mut step) = (numbers.to_vec(), step.clone());
+        for &(place, computed, scheduled) in &turn.strangers {
+            let place = place.index(numbers.len() + 1);
+            numbers.insert(place, NO_ROW);
+            step.requests.insert(place, Request { computed, scheduled, settled: 0 });
+            for (group, rows) in step.groups.iter_mut().zip(&mut step.rows) {
+                let columns = (computed + scheduled).div_ceil(group.tokens_per_column);
+                rows.insert(place, (group.num_blocks..group.num_blocks + columns).map(i64::from).collect());
+                group.num_blocks += columns + 1;
+            }
+        }
+        (numbers, step)
+    }
+
     /// Compare every answer.
     fn compare(&mut self, turn: &Turn) {
         let (slots, step) = self.step(turn);
         let numbers: Vec<_> = slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect();
-        let arrays = Arrays::plain(&step);
+        let (all, with_strangers) = Self::with_strangers(&numbers, &step, turn);
+        self.compare_questions(&numbers, &step, turn);
+        self.compare_questions(&all, &with_strangers, turn);
+        self.compare_rows(&slots, &numbers, &step, turn);
+    }
+
+    fn compare_questions(&mut self, numbers: &[i32], step: &Step, turn: &Turn) {
+        let arrays = Arrays::plain(step);
         let tables = arrays.tables();
-        let batch = batch(&step.requests);
-        let mut checker = Checker::new(self.groups.clone()).unwrap();
+        let batch = || batch(&step.requests);
+        let mut checker = Checker::new(step.groups.clone()).unwrap();
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for cuts in [Cuts::ALL, Cuts { first: turn.cuts.0, last: turn.cuts.1 }] {
-            let safe = checker.is_safe(&tables[..], &batch, cuts).unwrap();
-            assert_eq!(self.mirror.is_safe(&numbers, &batch, cuts), Ok(safe));
-            checker.unsafe_cuts(&tables[..], &batch, cuts, &mut theirs).unwrap();
-            self.mirror.unsafe_cuts(&numbers, &batch, cuts, &mut ours).unwrap();
+            let safe = checker.is_safe(&tables[..], &batch(), cuts).unwrap();
+            assert_eq!(self.mirror.is_safe(numbers, &mut batch(), cuts), Ok(safe));
+            checker.unsafe_cuts(&tables[..], &batch(), cuts, &mut theirs).unwrap();
+            self.mirror.unsafe_cuts(numbers, &mut batch(), cuts, &mut ours).unwrap();
             assert_eq!(ours, theirs);
         }
         let mut planner = Planner::default();
-        checker.dependencies(&tables[..], &batch, |reader, writer| planner.depend(reader, writer)).unwrap();
-        let order = planner.order(slots.len(), None).unwrap();
-        let ordered = self.mirror.order(&numbers, &batch, None, &mut planner).unwrap();
+        checker.dependencies(&tables[..], &batch(), |reader, writer| planner.depend(reader, writer)).unwrap();
+        let order = planner.order(numbers.len(), None, Some(&batch().short(2))).unwrap();
+        let ordered = self.mirror.order(numbers, &mut batch(), None, Some(2), &mut planner).unwrap();
         assert_eq!(ordered, order);
+    }
 
+    fn compare_rows(&mut self, slots: &[usize], numbers: &[i32], step: &Step, turn: &Turn) {
+        let arrays = Arrays::plain(step);
+        let tables = arrays.tables();
         for (group, rows) in step.rows.iter().enumerate() {
             let lengths = || rows.iter().map(|row| i64::try_from(row.len()).unwrap());
             let difference = |mirror: &mut Mirror, lengths: Vec<i64>, table: &Table<'_>| {
-                mirror.first_difference(&numbers, group, table, lengths.into_iter()).unwrap()
+                mirror.first_difference(numbers, group, table, lengths.into_iter()).unwrap()
             };
             assert_eq!(difference(&mut self.mirror, lengths().collect(), &tables[group]), None);
             for (request, &slot) in slots.iter().enumerate() {
@@ -301,11 +338,11 @@ fn memory() {
             Request { computed, scheduled: columns * 16 - computed, settled: 0 }
         })
         .collect();
-    let batch = batch(&requests);
+    let mut batch = batch(&requests);
     let mut found = Vec::new();
-    mirror.unsafe_cuts(&numbers, &batch, Cuts::ALL, &mut found).unwrap();
+    mirror.unsafe_cuts(&numbers, &mut batch, Cuts::ALL, &mut found).unwrap();
     assert_eq!(found.len(), 1);
-    assert!(mirror.order(&numbers, &batch, None, &mut planner).unwrap().is_some());
+    assert!(mirror.order(&numbers, &mut batch, None, None, &mut planner).unwrap().is_some());
     let bound = 16 * BLOCKS as usize + 8 * entries + 128 * slots.len();
     println!("{} bytes; 16 a block, 8 an entry and 128 a row are {bound}", mirror.nbytes());
     assert!(mirror.nbytes() <= bound);
@@ -332,20 +369,23 @@ fn bad_input() {
     assert_eq!(mirror.row(slot, 1), [-1]);
 
     let one = |computed, scheduled| batch(&[Request { computed, scheduled, settled: 0 }]);
-    let two = batch(&[Request::default(), Request::default()]);
-    assert_eq!(mirror.is_safe(&[0], &one(0, 16), Cuts::ALL), Ok(true));
-    for slot in [1, -1, i32::MIN, i32::MAX] {
+    let mut two = batch(&[Request::default(), Request::default()]);
+    assert_eq!(mirror.is_safe(&[0], &mut one(0, 16), Cuts::ALL), Ok(true));
+    for slot in [1, -2, i32::MIN, i32::MAX] {
         let error = Error::UnknownSlot { request: 0, slot: i64::from(slot) };
-        assert_eq!(mirror.is_safe(&[slot], &one(0, 1), Cuts::ALL), Err(error));
+        assert_eq!(mirror.is_safe(&[slot], &mut one(0, 1), Cuts::ALL), Err(error));
     }
-    assert_eq!(mirror.is_safe(&[0, 0], &two, Cuts::ALL), Err(Error::DuplicateSlot { slot: 0 }));
-    assert!(matches!(mirror.is_safe(&[0], &two, Cuts::ALL), Err(Error::Length { .. })));
+    assert_eq!(mirror.is_safe(&[0, 0], &mut two, Cuts::ALL), Err(Error::DuplicateSlot { slot: 0 }));
+    assert!(matches!(mirror.is_safe(&[0], &mut two, Cuts::ALL), Err(Error::Length { .. })));
     let error = Error::RowTooShort { group: 0, request: 0, found: 1, needed: 2 };
-    assert_eq!(mirror.is_safe(&[0], &one(10, 7), Cuts::ALL), Err(error.clone()));
-    assert_eq!(mirror.unsafe_cuts(&[0], &one(10, 7), Cuts::ALL, &mut Vec::new()), Err(error.clone()));
-    assert_eq!(mirror.order(&[0], &one(10, 7), None, &mut Planner::default()), Err(error));
+    assert_eq!(mirror.is_safe(&[0], &mut one(10, 7), Cuts::ALL), Err(error.clone()));
+    assert_eq!(mirror.unsafe_cuts(&[0], &mut one(10, 7), Cuts::ALL, &mut Vec::new()), Err(error.clone()));
+    assert_eq!(mirror.order(&[0], &mut one(10, 7), None, None, &mut Planner::default()), Err(error));
+    let table = Array2::<i64>::zeros((1, 1));
+    let difference = mirror.first_difference(&[NO_ROW], 0, &Table::I64(table.view()), [1].into_iter());
+    assert_eq!(difference, Err(Error::UnknownSlot { request: 0, slot: -1 }));
     mirror.free(slot);
-    assert_eq!(mirror.is_safe(&[0], &one(0, 1), Cuts::ALL), Err(Error::UnknownSlot { request: 0, slot: 0 }));
+    assert_eq!(mirror.is_safe(&[0], &mut one(0, 1), Cuts::ALL), Err(Error::UnknownSlot { request: 0, slot: 0 }));
 
     let mut unknown = full(10);
     unknown.tokens_per_column = 0;

@@ -36,11 +36,34 @@ impl Permutations {
         Self { all }
     }
 
-    /// Fewest swaps to an order with writers before readers and phases that do not descend.
-    fn fewest_swaps(&self, pairs: &[(usize, usize)], phases: Option<&[i8]>) -> Option<usize> {
-        let found = self.all.iter().find(|(at, place, _)| is_valid(at, place, pairs, phases));
-        found.map(|(_, _, swaps)| *swaps)
+    /// The requests that every order demotes, and the fewest swaps to an order that demotes no other; None where there
+    /// is no order with writers before readers and phases that do not descend.
+    fn best(&self, pairs: &[(usize, usize)], asked: Asked) -> Option<(Vec<usize>, usize)> {
+        let valid = || self.all.iter().filter(|(at, place, _)| is_valid(at, place, pairs, asked.phases));
+        let Some(short) = asked.short else {
+            return valid().next().map(|(_, _, swaps)| (Vec::new(), *swaps));
+        };
+        let forced = valid().map(|(at, _, _)| demoted(at, short)).reduce(|all, own| all & own)?;
+        let best = valid().find(|(at, _, _)| demoted(at, short) == forced).expect("no order demotes the fewest");
+        Some(((0..short.len()).filter(|request| forced >> request & 1 == 1).collect(), best.2))
     }
+}
+
+/// What is asked of an order.
+#[derive(Debug, Clone, Copy, Default)]
+struct Asked<'a> {
+    phases: Option<&'a [i8]>,
+    short: Option<&'a [bool]>,
+}
+
+/// A bit for each request that has no long one in front of it now and one in the order.
+fn demoted(at: &[usize], short: &[bool]) -> u32 {
+    let behind_a_long_one = |order: &[usize]| {
+        (1..order.len())
+            .filter(|&place| order[..place].iter().any(|&before| !short[before]) && short[order[place]])
+            .fold(0, |bits, place| bits | 1 << order[place])
+    };
+    behind_a_long_one(at) & !behind_a_long_one(&(0..at.len()).collect::<Vec<_>>())
 }
 
 fn cycles(permutation: &[usize]) -> usize {
@@ -61,12 +84,12 @@ fn is_valid(at: &[usize], place: &[usize], pairs: &[(usize, usize)], phases: Opt
         && phases.is_none_or(|phases| at.is_sorted_by_key(|&request| phases[request]))
 }
 
-fn plan(planner: &mut Planner, n: usize, pairs: &[(usize, usize)], phases: Option<&[i8]>) -> Option<Order> {
+fn plan(planner: &mut Planner, n: usize, pairs: &[(usize, usize)], asked: Asked) -> Option<Order> {
     planner.clear();
     for &(reader, writer) in pairs {
         planner.depend(reader, writer);
     }
-    let order = planner.order(n, phases).unwrap()?;
+    let order = planner.order(n, asked.phases, asked.short).unwrap()?;
     let mut at: Vec<_> = (0..n).collect();
     for &(a, b) in &order.swaps {
         assert_ne!(a, b);
@@ -78,7 +101,7 @@ fn plan(planner: &mut Planner, n: usize, pairs: &[(usize, usize)], phases: Optio
         place[request] = position;
     }
     assert!(!place.contains(&usize::MAX), "not a permutation");
-    assert!(is_valid(&at, &place, pairs, phases), "{order:?} for {pairs:?} {phases:?}");
+    assert!(is_valid(&at, &place, pairs, asked.phases), "{order:?} for {pairs:?} {asked:?}");
     assert_eq!(order.swaps.len(), n - cycles(&at), "swaps that undo each other");
     Some(order)
 }
@@ -100,15 +123,16 @@ impl Gaps {
         permutations: &Permutations,
         n: usize,
         pairs: &[(usize, usize)],
-        phases: Option<&[i8]>,
+        asked: Asked,
     ) {
-        let order = plan(planner, n, pairs, phases);
-        let fewest = permutations.fewest_swaps(pairs, phases);
-        assert_eq!(order.is_some(), fewest.is_some(), "{pairs:?} {phases:?}");
-        let (Some(order), Some(fewest)) = (order, fewest) else {
+        let order = plan(planner, n, pairs, asked);
+        let best = permutations.best(pairs, asked);
+        assert_eq!(order.is_some(), best.is_some(), "{pairs:?} {asked:?}");
+        let (Some(order), Some((demoted, fewest))) = (order, best) else {
             self.impossible += 1;
             return;
         };
+        assert_eq!(order.demoted, demoted, "{order:?} for {pairs:?} {asked:?}");
         let swaps = order.swaps.len();
         assert!(fewest > 0 || swaps == 0, "a right order is changed");
         let raise = |values: &mut Vec<usize>, index: usize| values.resize(values.len().max(index + 1), 0);
@@ -138,6 +162,13 @@ fn pairs_of(n: usize, code: u32) -> Vec<(usize, usize)> {
     all.enumerate().filter(|(bit, _)| code >> bit & 1 == 1).map(|(_, pair)| pair).collect()
 }
 
+/// Every assignment of phases.
+fn every_phases(n: usize) -> impl Iterator<Item = Vec<i8>> {
+    let digit = |code: usize, request: usize| code / 3_usize.pow(u32::try_from(request).unwrap()) % 3;
+    (0..3_usize.pow(u32::try_from(n).unwrap()))
+        .map(move |code| (0..n).map(|request| i8::try_from(digit(code, request)).unwrap()).collect())
+}
+
 /// Every graph of up to 4 requests, free and with every assignment of phases; every graph of 5, free.
 #[test]
 fn every_small_graph() {
@@ -147,11 +178,10 @@ fn every_small_graph() {
         let (mut free, mut sectioned) = (Gaps::default(), Gaps::default());
         for code in 0..1 << (n * n.saturating_sub(1)) {
             let pairs = pairs_of(n, code);
-            free.add(&mut planner, &permutations, n, &pairs, None);
-            for code in 0..3_usize.pow(u32::try_from(n).unwrap()) {
-                let phases: Vec<_> =
-                    (0..n).map(|r| i8::try_from(code / 3_usize.pow(u32::try_from(r).unwrap()) % 3).unwrap()).collect();
-                sectioned.add(&mut planner, &permutations, n, &pairs, Some(&phases));
+            free.add(&mut planner, &permutations, n, &pairs, Asked::default());
+            for phases in every_phases(n) {
+                let asked = Asked { phases: Some(&phases), short: None };
+                sectioned.add(&mut planner, &permutations, n, &pairs, asked);
             }
         }
         free.check(&format!("{n} requests"), usize::from(n == 4), 8);
@@ -160,9 +190,33 @@ fn every_small_graph() {
     let permutations = Permutations::new(5);
     let mut free = Gaps::default();
     for code in 0..1 << 20 {
-        free.add(&mut planner, &permutations, 5, &pairs_of(5, code), None);
+        free.add(&mut planner, &permutations, 5, &pairs_of(5, code), Asked::default());
     }
     free.check("5 requests", 2, 1192 + 2 * 32);
+}
+
+/// Every graph of up to 4 requests with every set of short ones, free; of up to 3 with every assignment of phases too.
+#[test]
+fn every_small_graph_with_short_requests() {
+    let mut planner = Planner::default();
+    for n in 0..=4_usize {
+        let permutations = Permutations::new(n);
+        let (mut free, mut sectioned) = (Gaps::default(), Gaps::default());
+        for code in 0..1 << (n * n.saturating_sub(1)) {
+            let pairs = pairs_of(n, code);
+            for code in 0..1 << n {
+                let short: Vec<_> = (0..n).map(|request| code >> request & 1 == 1).collect();
+                let asked = Asked { phases: None, short: Some(&short) };
+                free.add(&mut planner, &permutations, n, &pairs, asked);
+                for phases in every_phases(if n < 4 { n } else { 0 }).filter(|phases| phases.len() == n) {
+                    let asked = Asked { phases: Some(&phases), ..asked };
+                    sectioned.add(&mut planner, &permutations, n, &pairs, asked);
+                }
+            }
+        }
+        free.check(&format!("{n} requests, some short"), usize::from(n == 4), 132);
+        sectioned.check(&format!("{n} requests with phases, some short"), 0, 0);
+    }
 }
 
 /// What steps look like: families of requests that share a prefix, which one of them writes and the others read.
@@ -176,7 +230,7 @@ fn families() {
         let writer: Vec<_> = (0..6).map(|request| (code / 6_u32.pow(request) % 6) as usize).collect();
         if (0..6).all(|request| writer[writer[request]] == writer[request]) {
             let pairs: Vec<_> = (0..6).map(|request| (request, writer[request])).filter(|(r, w)| r != w).collect();
-            gaps.add(&mut planner, &permutations, 6, &pairs, None);
+            gaps.add(&mut planner, &permutations, 6, &pairs, Asked::default());
         }
     }
     gaps.check("families of 6 requests", 1, 1);
@@ -186,13 +240,18 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(20_000) })]
 
     #[test]
-    fn graphs_of_six(pairs in vec((0..6_usize, 0..6_usize), 0..10), phases in proptest::option::of(vec(0..3_i8, 6))) {
+    fn graphs_of_six(
+        pairs in vec((0..6_usize, 0..6_usize), 0..10),
+        phases in proptest::option::of(vec(0..3_i8, 6)),
+        short in proptest::option::of(vec(any::<bool>(), 6)),
+    ) {
         thread_local! {
             static SIX: Permutations = Permutations::new(6);
         }
         let mut pairs = pairs;
         pairs.retain(|(reader, writer)| reader != writer);
-        SIX.with(|six| Gaps::default().add(&mut Planner::default(), six, 6, &pairs, phases.as_deref()));
+        let asked = Asked { phases: phases.as_deref(), short: short.as_deref() };
+        SIX.with(|six| Gaps::default().add(&mut Planner::default(), six, 6, &pairs, asked));
     }
 
     /// Larger graphs, with an order that is known to exist.
@@ -202,6 +261,8 @@ proptest! {
         known in Just((0..60_usize).collect::<Vec<_>>()).prop_shuffle(),
         ends in (0..=60_usize, 0..=60_usize),
         phased in any::<bool>(),
+        short in vec(prop::bool::weighted(0.8), 60),
+        shortened in any::<bool>(),
     ) {
         let mut place = vec![0; 60];
         for (position, &request) in known.iter().enumerate() {
@@ -209,17 +270,19 @@ proptest! {
         }
         let pairs: Vec<_> = pairs.into_iter().filter(|&(reader, writer)| place[writer] < place[reader]).collect();
         let phases: Vec<i8> = place.iter().map(|&p| i8::from(p >= ends.0) + i8::from(p >= ends.1)).collect();
-        let order = plan(&mut Planner::default(), 60, &pairs, phased.then_some(&phases));
+        let asked = Asked { phases: phased.then_some(&phases), short: shortened.then_some(&short) };
+        let order = plan(&mut Planner::default(), 60, &pairs, asked);
         prop_assert!(order.is_some());
     }
 }
 
 #[test]
-fn phases_that_do_not_fit() {
+fn what_does_not_fit() {
     let mut planner = Planner::default();
-    assert!(matches!(planner.order(2, Some(&[0])), Err(Error::Length { found: 1, expected: 2, .. })));
+    assert!(matches!(planner.order(2, Some(&[0]), None), Err(Error::Length { found: 1, expected: 2, .. })));
+    assert!(matches!(planner.order(2, None, Some(&[true])), Err(Error::Length { found: 1, expected: 2, .. })));
     for phase in [-1, 3] {
-        assert_eq!(planner.order(2, Some(&[0, phase])), Err(Error::Phase { request: 1, phase }));
+        assert_eq!(planner.order(2, Some(&[0, phase]), None), Err(Error::Phase { request: 1, phase }));
     }
-    assert_eq!(planner.order(2, Some(&[1, 0])).unwrap().unwrap().permutation, [1, 0]);
+    assert_eq!(planner.order(2, Some(&[1, 0]), None).unwrap().unwrap().permutation, [1, 0]);
 }

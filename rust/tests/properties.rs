@@ -312,7 +312,7 @@ fn check(step: &Step, forms: &[Form], cuts: Cuts) {
     for &(reader, writer) in &dependencies {
         planner.depend(reader, writer);
     }
-    let order = planner.order(step.requests.len(), None).unwrap();
+    let order = planner.order(step.requests.len(), None, None).unwrap();
     if unsafe_cuts.is_empty() {
         assert_eq!(order.as_ref().map(|order| &order.swaps[..]), Some(&[][..]));
     }

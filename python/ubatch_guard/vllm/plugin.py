@@ -1,4 +1,4 @@
-"""The entry point in ``vllm.general_plugins``: hooks vLLM's model runners once they are imported.
+"""The entry point in ``vllm.general_plugins``: hooks model runners once they are imported.
 
 vLLM runs `register` in the front end, the engine core and every worker, in some of them more than once, and
 most of these never run a step. So `register` imports nothing of vLLM: it hooks a runner class that is there
@@ -12,25 +12,26 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from ubatch_guard.runner_mixin import V1_HOOKS, V1_KEYWORD_HOOKS, V2_HOOKS
 from ubatch_guard.settings import Settings
-from ubatch_guard.vllm.hook_points import CLASS, MODULES, probe
+from ubatch_guard.vllm.attach import SETTINGS
+from ubatch_guard.vllm.generation import Generation, read_hook_points
+from ubatch_guard.vllm.generations import GENERATIONS, generation_of
+from ubatch_guard.vllm.hooking import HookPointError, hook, lacking, unhook
 
 logger = logging.getLogger("vllm.ubatch_guard")
 
-_MARK = "__ubatch_guard__"
-_SETTINGS = "ubatch_guard_settings"
-
-
-class HookPointError(RuntimeError):
-    """A vLLM lacks a hook point that the guard needs; raised under ``UBATCH_GUARD_STRICT=1``."""
+RUNNERS = (
+    "afd_plugin.v1.worker.attention_model_runner:AFDAttentionModelRunner",
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
+    "vllm_ascend.worker.v2.model_runner:NPUModelRunner",
+)
+"""Runners of others that are known, as ``module:Class``; ``UBATCH_GUARD_RUNNERS`` names further ones."""
 
 
 def register() -> None:
@@ -51,76 +52,97 @@ def install(settings: Settings) -> None:
     """
     if settings.policy is None:
         return
-    for runner, module_name in MODULES.items():
-        module = sys.modules.get(module_name)
-        if module is not None and hasattr(module, CLASS):
-            _hook_module(runner, module, settings)
-    for finder in list(sys.meta_path):
-        if isinstance(finder, _HookOnImport):
-            sys.meta_path.remove(finder)
+    for name in _modules(settings):
+        if (module := sys.modules.get(name)) is not None:
+            _hook_module(module, settings)
+    _remove_finders()
     sys.meta_path.insert(0, _HookOnImport(settings))
 
 
 def uninstall() -> None:
     """Take all hooks off again; one that another wrapper went around meanwhile stays and does nothing."""
-    for finder in list(sys.meta_path):
-        if isinstance(finder, _HookOnImport):
-            sys.meta_path.remove(finder)
-    for module_name in MODULES.values():
-        cls = getattr(sys.modules.get(module_name), CLASS, None)
-        if cls is None or _SETTINGS not in cls.__dict__:
-            continue
-        for name, method in list(vars(cls).items()):
-            if _is_ours(method):
-                setattr(cls, name, method.__wrapped__)
-        # Any hook still in a chain finds the guard off.
-        setattr(cls, _SETTINGS, Settings(policy=None))
+    settings = next((f.settings for f in sys.meta_path if isinstance(f, _HookOnImport)), Settings())
+    _remove_finders()
+    for name in _modules(settings):
+        for cls_name in _classes_in(name, settings):
+            cls = getattr(sys.modules.get(name), cls_name, None)
+            if cls is not None and SETTINGS in vars(cls):
+                unhook(cls)
+                # Any hook still in a chain finds the guard off.
+                setattr(cls, SETTINGS, Settings(policy=None))
 
 
-def _hook_module(runner: str, module: ModuleType, settings: Settings) -> None:
-    points = probe(runner, inspect.getsource(module))
-    if points.vote is None:
+def _modules(settings: Settings) -> list[str]:
+    """The modules of all runners, vLLM's own first."""
+    others = (*RUNNERS, *settings.runners)
+    return list(dict.fromkeys([g.module for g in GENERATIONS] + [name.partition(":")[0] for name in others]))
+
+
+def _classes_in(module: str, settings: Settings) -> Iterable[str]:
+    own = [generation.cls for generation in GENERATIONS if generation.module == module]
+    others = (name.split(":") for name in (*RUNNERS, *settings.runners))
+    return [*own, *(cls for other, cls in others if other == module)]
+
+
+def _hook_module(module: ModuleType, settings: Settings) -> None:
+    generation = next((g for g in GENERATIONS if g.module == module.__name__), None)
+    if generation is not None:
+        _hook_vllms(generation, module, settings)
+    for name in _classes_in(module.__name__, settings):
+        if generation is None or name != generation.cls:
+            _hook_other(module, name, settings)
+
+
+def _hook_vllms(generation: Generation, module: ModuleType, settings: Settings) -> None:
+    try:
+        points = read_hook_points(generation, _package_of(generation, module))
+    except (OSError, SyntaxError, ValueError) as error:
+        _say_unguarded(f"the sources of {module.__name__} cannot be read ({error})", settings)
         return
-    if points.missing:
-        message = f"{points.module} lacks {', '.join(points.missing)}: its steps are NOT guarded"
-        if settings.strict:
-            raise HookPointError(message)
-        logger.error("ubatch-guard: %s; vLLM's own verdict stays in force", message)
+    if points is not None and points.vote is None and not points.missing:
+        # Before it microbatched, there is nothing to guard.
         return
-    hooks = V2_HOOKS
-    if runner == "v1":
-        hooks = V1_HOOKS if points.vote in V1_HOOKS else V1_KEYWORD_HOOKS
-    cls = getattr(module, CLASS)
-    setattr(cls, _SETTINGS, settings)
-    for name, hook in hooks.items():
-        method = getattr(cls, name)
-        if not _is_hooked(method):
-            setattr(cls, name, _hooked(method, hook))
+    if points is None or points.missing:
+        lacks = ", ".join(points.missing) if points else "its sources"
+        _say_unguarded(f"{module.__name__} lacks {lacks}", settings)
+        return
+    _hook_class(getattr(module, generation.cls), generation, settings)
+
+
+def _hook_other(module: ModuleType, name: str, settings: Settings) -> None:
+    cls = getattr(module, name, None)
+    generation = None if cls is None else generation_of(cls)
+    if cls is None or generation is None:
+        _say_unguarded(f"{module.__name__} has no model runner {name}", settings)
+    elif names := lacking(cls, generation):
+        _say_unguarded(f"{module.__name__}:{name} lacks {', '.join(names)}", settings)
+    else:
+        _hook_class(cls, generation, settings)
+
+
+def _hook_class(cls: type, generation: Generation, settings: Settings) -> None:
+    setattr(cls, SETTINGS, settings)
+    hook(cls, generation)
     assert settings.policy is not None
-    logger.info("ubatch-guard: model runner %s is guarded (%s)", runner, settings.policy.value)
+    logger.info("ubatch-guard: %s.%s is guarded (%s)", cls.__module__, cls.__name__, settings.policy.value)
 
 
-def _hooked(method: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(self, method.__get__(self), *args, **kwargs)
-
-    # The wrapper itself: another's wrapper around it copies the attribute, and is not ours.
-    setattr(wrapper, _MARK, wrapper)
-    return wrapper
+def _package_of(generation: Generation, module: ModuleType) -> Path:
+    """The folder ``vllm`` that a runner's module was loaded from."""
+    if module.__file__ is None:
+        raise OSError("it has no file")
+    return Path(module.__file__).parents[generation.module.count(".") - 1]
 
 
-def _is_ours(method: Any) -> bool:
-    return method is not None and getattr(method, _MARK, None) is method
+def _say_unguarded(what: str, settings: Settings) -> None:
+    message = f"{what}: its steps are NOT guarded"
+    if settings.strict:
+        raise HookPointError(message)
+    logger.error("ubatch-guard: %s", message)
 
 
-def _is_hooked(method: Any) -> bool:
-    """Whether our hook is anywhere in a chain of wrappers."""
-    while method is not None:
-        if _is_ours(method):
-            return True
-        method = getattr(method, "__wrapped__", None)
-    return False
+def _remove_finders() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _HookOnImport)]
 
 
 class _HookOnImport(importlib.abc.MetaPathFinder):
@@ -128,14 +150,13 @@ class _HookOnImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._runners = {module: runner for runner, module in MODULES.items()}
+        self._modules = frozenset(_modules(settings))
         self._finding = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        runner = self._runners.get(fullname)
-        if runner is None or self._finding:
+        if fullname not in self._modules or self._finding:
             return None
         self._finding = True
         try:
@@ -143,17 +164,16 @@ class _HookOnImport(importlib.abc.MetaPathFinder):
         finally:
             self._finding = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _HookingLoader(spec.loader, runner, self.settings)
+            spec.loader = _HookingLoader(spec.loader, functools.partial(_hook_module, settings=self.settings))
         return spec
 
 
 class _HookingLoader(importlib.abc.Loader):
     """Loads a module by its own loader, then hooks it."""
 
-    def __init__(self, loader: importlib.abc.Loader, runner: str, settings: Settings) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hook_module: functools.partial[None]) -> None:
         self._loader = loader
-        self._runner = runner
-        self._settings = settings
+        self._hook_module = hook_module
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -164,4 +184,4 @@ class _HookingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _hook_module(self._runner, module, self._settings)
+        self._hook_module(module)

@@ -1,0 +1,97 @@
+"""What a runner's ``parallel_config`` says about microbatches: whether, from how many tokens on, and where."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CUTS = "ubatch_guard_cuts"
+"""The attribute by which a runner says its own cuts; see `own_cuts`."""
+
+
+def microbatches(runner: Any) -> bool:
+    """Whether a step may be cut at all, by the configuration as it is in this step."""
+    config = getattr(runner, "parallel_config", None)
+    if config is None:
+        return True
+    on = getattr(config, "use_ubatching", None)
+    return bool(getattr(config, "enable_dbo", False) if on is None else on)
+
+
+def num_ubatches(config: Any) -> int:
+    """Microbatches of a split step."""
+    return max(2, getattr(config, "num_ubatches", 2))
+
+
+def context_parallel(config: Any, kind: str) -> bool:
+    """Whether ``decode`` or ``prefill`` context parallelism is on."""
+    return bool(getattr(config, f"{kind}_context_parallel_size", 1) > 1)
+
+
+def eligible(
+    config: Any, num_tokens: int, num_scheduled_tokens: npt.NDArray[np.int32], decode_query_len: int
+) -> bool:
+    """Whether the step is large enough for vLLM to cut (``ubatch_utils.check_ubatch_thresholds``)."""
+    decode_tokens = getattr(config, "dbo_decode_token_threshold", 0)
+    prefill_tokens = getattr(config, "dbo_prefill_token_threshold", 0)
+    if (num_tokens >= decode_tokens) is (num_tokens >= prefill_tokens):
+        return bool(num_tokens >= decode_tokens)
+    uniform_decode = bool((num_scheduled_tokens == decode_query_len).all())
+    return bool(num_tokens >= (decode_tokens if uniform_decode else prefill_tokens))
+
+
+def too_small(config: Any, num_tokens: int) -> bool:
+    """Whether no cut can come.
+
+    vLLM holds the smallest of all ranks' token counts, without their padding, to its thresholds.
+    """
+    return bool(
+        num_tokens < getattr(config, "dbo_decode_token_threshold", 0)
+        and num_tokens < getattr(config, "dbo_prefill_token_threshold", 0)
+    )
+
+
+def own_cuts(
+    runner: Any, decides: str, num_tokens: int, ubatches: int, uniform_query_len: int | None = None
+) -> tuple[int, int] | None:
+    """First and last cut that the step can get, in tokens; None: any.
+
+    A runner says them itself by an attribute ``ubatch_guard_cuts``: from ``(num_tokens, num_ubatches)`` to
+    a `step.CutRange`. vLLM's own runners cut at multiples of ``padded // num_ubatches``, where ``padded``
+    is the maximum over the ranks, settled in the vote; a batch of queries of one length above 1 at multiples
+    of whole requests (``v1/worker/gpu/ubatch_utils.py``, ``create_ubatch_slices``). Of any other runner it is
+    not known.
+
+    Args:
+        runner: The runner.
+        decides: The method in which a runner settles its cut.
+        num_tokens: Scheduled tokens of the step.
+        ubatches: Microbatches of a split step.
+        uniform_query_len: The one length of all queries; None: they differ.
+    """
+    said = getattr(runner, CUTS, None)
+    if said is not None:
+        cuts = said(num_tokens, ubatches)
+        return cuts.first, cuts.last
+    cls: Hashable = type(runner)
+    if not _is_vllms(cls, decides):
+        return None
+    first = num_tokens // ubatches
+    if uniform_query_len is not None and uniform_query_len > 1:
+        whole = num_tokens // (uniform_query_len * ubatches) * uniform_query_len
+        first = min(first, whole) if whole else first
+    return max(1, first), num_tokens - 1
+
+
+@functools.cache
+def _is_vllms(cls: Hashable, method: str) -> bool:
+    """Whether a method is vLLM's own, under whatever wrappers."""
+    function = getattr(cls, method, None)
+    if function is None:
+        return False
+    return str(getattr(inspect.unwrap(function), "__module__", "")).startswith("vllm.")
