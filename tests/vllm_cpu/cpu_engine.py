@@ -1,8 +1,8 @@
 """The real vLLM engine on a CPU, with steps that are really cut into microbatches.
 
 vLLM cuts a step only where several data-parallel ranks agree, on a GPU. `cut_v1` and `cut_v2` have its two
-model runners do so on a CPU with one rank. Nothing else of the engine is changed: scheduler, prefix cache, batch,
-order, vote and sampling are vLLM's.
+model runners do so on a CPU with one rank. Nothing else of the engine is changed: scheduler, prefix cache,
+batch, order, vote and sampling are vLLM's.
 
 Import this before vllm: it sets the environment that vllm reads at import.
 """
@@ -154,7 +154,7 @@ class Engine:
         assert self.v2 is V2
         self.steps = Steps()
         self.ranks: tuple[int, int] | None = None
-        """How many data-parallel ranks vote on a step, and which is this; None: one, as if others did as it does."""
+        """Data-parallel ranks that vote on a step, and which is this; None: one, others do as it does."""
         self.votes = 0
         """Steps and dummy steps voted on."""
         self.allowed: bool | None = None

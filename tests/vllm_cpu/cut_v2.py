@@ -1,13 +1,14 @@
 """Microbatches of Model Runner V2 (vLLM 0.30 and later) on a CPU, by vLLM's own ``UBatchRunner``.
 
-All that decides is vLLM's: the vote and the agreement of ranks (``dispatch_cg_and_sync_dp``), the DBO thresholds,
-the slices, ``UBatchRunner.prepare``, and ``UBatchRunner.run`` with a thread per microbatch. Put in its place:
+All that decides is vLLM's: the vote and the agreement of ranks (``dispatch_cg_and_sync_dp``), the DBO
+thresholds, the slices, ``UBatchRunner.prepare``, and ``UBatchRunner.run`` with a thread per microbatch. Put in
+its place:
 
 - Triton's kernels run in Triton's interpreter.
 - CUDA streams do nothing: a CPU does everything at once.
 - With one rank, another that does as this one does is taken for granted (``skip_dp_coordination``).
-- One microbatch hands over to the next between attention and MLP of every layer. On a GPU, the all-to-all of the
-  experts does so in the MLP.
+- One microbatch hands over to the next between attention and MLP of every layer. On a GPU, the all-to-all of
+  the experts does so in the MLP.
 """
 
 from __future__ import annotations

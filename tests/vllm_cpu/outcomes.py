@@ -1,7 +1,7 @@
 """The page of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
 
-``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER. Sections of
-releases that none of them ran stay as they are.
+``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER. Sections
+of releases that none of them ran stay as they are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FOLDER_VARIABLE = "UBATCH_OUTCOMES"
 _PREAMBLE = """\
 # Outcomes on the real vLLM engine
 
-Made by `make test-vllm`: vLLM on a CPU, a tiny random model, steps really cut into microbatches. V2 runs them by
-vLLM's own `UBatchRunner`, with its threads, and votes by its own `dispatch_cg_and_sync_dp`; V1's run one after the
-other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest five (to 1e-5), are
-not those of the whole run; where two tokens tie to within that, either will do. Each pair is requests wrong /
-steps split. *Demoted*: requests, and tokens of their context, that `reorder` took from among the decodes.
-The threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its own."""
+Made by `make test-vllm`: vLLM on a CPU, a tiny random model, steps really cut into microbatches. V2's run by
+vLLM's own `UBatchRunner`, with its threads, after a vote by its own `dispatch_cg_and_sync_dp`; V1's run one after
+the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest five (to 1e-5),
+are not those of the whole run; where two tokens tie to within that, either will do. Each pair is requests wrong
+/ steps split. *Demoted*: requests, and tokens of their context, that `reorder` took from among the decodes. The
+threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its own."""
 
 _HEADING = "## vLLM "
 
@@ -94,8 +94,8 @@ def as_markdown(outcomes: Iterable[Outcome]) -> str:
     if not outcomes:
         return ""
     lines = [
-        "| runner | case | threshold | requests | eligible steps | every step cut | vLLM alone | veto | reorder "
-        "| demoted: requests / tokens |",
+        "| runner | case | threshold | requests | eligible steps | every step cut | vLLM alone | veto "
+        "| reorder | demoted: requests / tokens |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for runner in dict.fromkeys(o.runner for o in outcomes):
@@ -135,7 +135,9 @@ def main(folder: str, target: str) -> None:
         table = as_markdown(outcome for outcome in outcomes if outcome.release == release)
         sections[release] = "\n\n".join([*(text for of, text in notes if of == release), table])
         print(f"vLLM {release}\n{table}")
-    newest_first = sorted(sections, key=lambda release: [int(n) for n in re.findall(r"\d+", release)], reverse=True)
+    newest_first = sorted(
+        sections, key=lambda release: [int(n) for n in re.findall(r"\d+", release)], reverse=True
+    )
     parts = [_PREAMBLE, *(f"{_HEADING}{release}\n\n{sections[release]}" for release in newest_first)]
     page.write_text("\n\n".join(parts) + "\n")
 

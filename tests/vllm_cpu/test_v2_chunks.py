@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-
 import runners
 
 runners.use("v2")
@@ -54,9 +53,7 @@ def engine(tokens: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     ],
     indirect=["tokens"],
 )
-def test_chunks(
-    engine: Engine, tokens: int, case: str, num_ubatches: int, record_outcome: Recorder
-) -> None:
+def test_chunks(engine: Engine, tokens: int, case: str, num_ubatches: int, record_outcome: Recorder) -> None:
     workload = CASES[case]().called(f"chunks of {tokens}")
     if num_ubatches > 2:
         workload.called(f"{num_ubatches} microbatches")

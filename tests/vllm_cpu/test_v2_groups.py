@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-
 import runners
 
 runners.use("v2")
 
 import workloads
-from cases import measure, windows
+from cases import group_values, measure
 from cpu_engine import Engine
 from outcomes import Recorder
 from tiny_models import save_eagle_head, save_tiny_model
@@ -70,7 +69,7 @@ def test_groups_and_drafts(
 ) -> None:
     workload = case().called(f"sliding window, {drafter} drafts")
     outcome, counters = measure(engine, workload, record_outcome)
-    assert windows(engine) == {None, SLIDING_WINDOW}
+    assert group_values(engine, "sliding_window") == {None, SLIDING_WINDOW}
     assert outcome.unguarded_wrong > 0
     assert counters.reordered > 0
     assert outcome.reorder_split == outcome.eligible > 0
