@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from ubatch_guard._core import Checker, DtypeError, Mirror, PhaseError, ShapeError
+from ubatch_guard._core import Checker, DtypeError, GuardError, Mirror, PhaseError, ShapeError
 from ubatch_guard.cuts import as_cut, nearest_safe_cuts
 from ubatch_guard.step import (
     CutRange,

@@ -13,6 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import outcomes
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.vllm)
+
+
 @pytest.fixture(scope="session")
 def record_outcome() -> Iterator[outcomes.Recorder]:
     recorder = outcomes.Recorder()
@@ -24,4 +30,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     table = outcomes.as_markdown(outcomes.Recorder.measured)
     if table or outcomes.Recorder.notes:
         terminalreporter.section("outcomes")
-        terminalreporter.write_line("\n".join([*outcomes.Recorder.notes, table]))
+        terminalreporter.write_line("\n".join([*(text for _, text in outcomes.Recorder.notes), table]))

