@@ -16,7 +16,7 @@ import pytest
 from ubatch_guard import reference
 from ubatch_guard._core import Checker, Mirror
 from ubatch_guard.step import Phase, Policy, UnsafeCuts
-from ubatch_guard.trace import Replay, StepRecord, TraceError, TraceHeader, TraceReader
+from ubatch_guard.trace import Admission, Changes, Replay, StepRecord, TraceError, TraceReader, apply_changes
 from ubatch_guard.trace.audit import AuditOptions, UnsafeStep, audit_trace, decodes_lead
 
 TRACES = Path(__file__).parent / "traces"
@@ -71,48 +71,29 @@ def _cuts(found: list[Any]) -> tuple[UnsafeCuts, ...]:
     return tuple(UnsafeCuts(*fields) for fields in found)
 
 
-class _Mirrored:
-    """A mirror fed with a trace."""
-
-    def __init__(self, header: TraceHeader) -> None:
-        self.mirror = Mirror(header.groups)
-
-    def apply(self, record: StepRecord) -> None:
-        for request_id in (*record.finished, *record.preempted):
-            if request_id in self.mirror:
-                self.mirror.free(request_id)
-        for entry in record.new:
-            self.mirror.add(entry.request_id, entry.rows)
-        for entry in record.resumed:
-            self.mirror.add(entry.request_id, entry.rows)
-        self.mirror.append_each(
-            [growth.request_id for growth in record.appended], [growth.rows for growth in record.appended]
-        )
-
-
 @every_trace
 def test_mirror_checker_and_reference_agree_on_every_step(
     path: Path, thresholds: dict[str, int], expected: dict[str, Any]
 ) -> None:
     with TraceReader(path) as trace:
         replay = Replay(trace.header)
-        mirrored = _Mirrored(trace.header)
+        mirror = Mirror(trace.header.groups)
         checker = Checker(trace.header.groups)
         steps = 0
         for record in trace:
             step = replay.step(record)
-            mirrored.apply(record)
-            slots = mirrored.mirror.slots(record.request_ids)
+            apply_changes(mirror, record.changes)
+            slots = mirror.slots(record.request_ids)
             counts = (record.num_computed_tokens, record.num_scheduled_tokens)
             stateless = _cuts(checker.unsafe_cuts(step.block_tables, *counts))
-            assert _cuts(mirrored.mirror.unsafe_cuts(slots, *counts)) == stateless
+            assert _cuts(mirror.unsafe_cuts(slots, *counts)) == stateless
             assert checker.is_safe(step.block_tables, *counts) is not bool(stateless)
-            assert mirrored.mirror.is_safe(slots, *counts) is not bool(stateless)
+            assert mirror.is_safe(slots, *counts) is not bool(stateless)
             if steps % 7 == 0 or stateless:
                 assert reference.unsafe_cuts(step) == stateless
             phases = decodes_lead(record, trace.header.decode_threshold)
             order = checker.order(step.block_tables, *counts, phases)
-            assert mirrored.mirror.order(slots, *counts, phases) == order
+            assert mirror.order(slots, *counts, phases) == order
             assert order is not None
             assert sorted(phases) == [phases[position] for position in order[0]]
             if stateless:
@@ -148,23 +129,20 @@ def test_unsafe_steps_are_told_with_their_culprits() -> None:
 
 
 def test_decodes_lead() -> None:
-    def record(**more: Any) -> StepRecord:
+    def record(**changes: Any) -> StepRecord:
         return StepRecord(
-            finished=(),
-            preempted=(),
-            new=(),
-            resumed=(),
-            appended=(),
+            Changes(**changes),
             request_ids=("a", "b", "c"),
             num_computed_tokens=np.array([9, 9, 0], dtype=np.int32),
             num_scheduled_tokens=np.array([1, 2, 1], dtype=np.int32),
-            vllm_allows=True,
-            **more,
         )
 
     assert decodes_lead(record(), None).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
     assert decodes_lead(record(), 0).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
     assert decodes_lead(record(), 2).tolist() == [Phase.DECODE, Phase.DECODE, Phase.PREFILL]
+    assert decodes_lead(record(new=[Admission("b", 9, [])]), 2).tolist() == [0, 2, 2]
+    assert decodes_lead(record(resumed=[Admission("b", 9, [])]), 2).tolist() == [0, 2, 2]
+    assert decodes_lead(record(set_back=["a"]), 2).tolist() == [2, 0, 2]
 
 
 def _trace(tmp_path: Path, *lines: dict[str, Any], **header: Any) -> Path:

@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_audited(tmp_path: Path) -> No
         "nowhere.jsonl.gz": None,
         "cut.jsonl.gz": good.read_bytes()[:-100],
         "not-json.jsonl": content[:5000].rpartition(b"\n")[0] + b"\nnonsense\n",
-        "version.jsonl": content.replace(b'"version": 1', b'"version": 2', 1),
+        "version.jsonl": content.replace(b'"version": 1', b'"version": 3', 1),
         "empty.jsonl": b"",
         "binary.jsonl": bytes(range(256)) * 20,
     }
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_audited(tmp_path: Path) -> No
     for error, path in zip(errors, [*(tmp_path / name for name in bad), tmp_path], strict=True):
         assert re.fullmatch(re.escape(str(path)) + r":\d+: \S.*", error)
     assert ":2: not JSON" not in result.stderr
-    assert re.search(r"version.jsonl:1: version is 2", result.stderr)
+    assert re.search(r"version.jsonl:1: version is 3", result.stderr)
 
 
 def test_partial_counts_what_is_whole(tmp_path: Path) -> None:

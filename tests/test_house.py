@@ -16,7 +16,7 @@ PACKAGE = ROOT / "python" / "ubatch_guard"
 # From the ground up; a module imports from floors below its own, a package also from itself.
 FLOORS = [
     {"step"},
-    {"_core"},
+    {"_core", "eligibility"},
     {"reference", "guard", "kv_cache_groups", "order_constraint", "settings"},
     {"counters", "trace"},
     {"runner_guard"},

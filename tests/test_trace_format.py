@@ -60,14 +60,18 @@ def _read(path: Path, *, partial: bool = False) -> list[StepRecord]:
 
 
 def _plain(record: StepRecord) -> dict[str, Any]:
+    changes, appended = record.changes, record.changes.appended
     return {
-        "finished": list(record.finished),
-        "preempted": list(record.preempted),
-        "new": [[e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in record.new],
+        "finished": list(changes.finished),
+        "preempted": list(changes.preempted),
+        "new": [[e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in changes.new],
         "resumed": [
-            [e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in record.resumed
+            [e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in changes.resumed
         ],
-        "appended": [[e.request_id, [row.tolist() for row in e.rows]] for e in record.appended],
+        "appended": [
+            [request_id, [row.tolist() for row in rows]]
+            for request_id, rows in zip(appended.request_ids, appended.rows, strict=True)
+        ],
         "batch": [
             list(entry)
             for entry in zip(
@@ -150,7 +154,8 @@ WRONG = {
     "header not an object": ([[1]], 1, "not a JSON object"),
     "other format": ([{**HEADER, "format": "other"}], 1, "format"),
     "no format": ([{"version": 1}], 1, "format"),
-    "version 2": ([{**HEADER, "version": 2}], 1, "version is 2"),
+    "version 0": ([{**HEADER, "version": 0}], 1, "version is 0"),
+    "version 3": ([{**HEADER, "version": 3}], 1, "version is 3; known are 1 to 2"),
     "version true": ([{**HEADER, "version": True}], 1, "version"),
     "no block sizes": ([{k: v for k, v in HEADER.items() if k != "block_sizes"}], 1, "block_sizes"),
     "empty block sizes": ([{**HEADER, "block_sizes": []}], 1, "block_sizes"),
@@ -300,7 +305,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ubatch_guard.trace.format._MAX_LINE_BYTES", 1 << 21)
+    monkeypatch.setattr("ubatch_guard.trace.lines.MAX_LINE_BYTES", 1 << 21)
     with pytest.raises(TraceError, match="line of more than"):
         _read(_write(tmp_path, gzip.compress(_text(HEADER) + b" " * (1 << 23))))
 
