@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -60,7 +61,15 @@ def test_every_count_reaches_the_log_and_prometheus() -> None:
     registry = prometheus_client.CollectorRegistry()
     GuardExport(make=lambda: CounterExport(registry))(counters)
     values = {sample.value for metric in registry.collect() for sample in metric.samples}
-    for name in ("steps", "cut", "unasked", "demoted_requests", "demoted_tokens", "verified", "verify_findings"):
+    for name in (
+        "steps",
+        "cut",
+        "unasked",
+        "demoted_requests",
+        "demoted_tokens",
+        "verified",
+        "verify_findings",
+    ):
         assert getattr(counters, name) in values, name
         assert str(getattr(counters, name)) in counters.line(), name
     assert registry.get_sample_value("ubatch_guard_cut_steps_total") == counters.cut
@@ -120,7 +129,7 @@ def test_a_folder_that_is_missing_costs_one_line(tmp_path: Path) -> None:
         "    for steps in range(3): export(Counters(steps=steps))\n"
         "assert default_export() is None\n"
     )
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "nowhere"), "PATH": ""}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "nowhere")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, timeout=60, capture_output=True, text=True
     )
@@ -149,7 +158,7 @@ def test_workers_reach_the_server_in_multiprocess_mode(tmp_path: Path) -> None:
         "multiprocess.MultiProcessCollector(registry)\n"
         "print(generate_latest(registry).decode())\n"
     )
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PATH": ""}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for steps in (3, 4):
         code = worker.format(steps=steps)
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

@@ -28,6 +28,7 @@ DEFAULT_MAX_BYTES = 1 << 30
 _QUEUE_STEPS = 1024
 _MOST_SERIALS = 10_000
 _NAMES_KEPT = 1 << 14
+_CLOSED = "closed"
 _PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
 
 
@@ -142,7 +143,8 @@ class StepRecorder:
     def close(self, timeout: float = 10.0) -> None:
         """Write what is queued and close the file; waits at most ``timeout`` seconds, twice."""
         atexit.unregister(self.close)
-        self._end("closed", log=False)
+        with self._ending:
+            self.ended = self.ended or _CLOSED
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=timeout)
@@ -150,13 +152,13 @@ class StepRecorder:
                 return
             self._thread.join(timeout)
 
-    def _end(self, reason: str, *, log: bool = True) -> None:
+    def _end(self, reason: str) -> None:
         with self._ending:
-            if self.ended is not None:
+            # What goes wrong with the last steps of a closed trace is still worth a line.
+            if self.ended not in (None, _CLOSED):
                 return
             self.ended = reason
-        if log:
-            logger.warning("ubatch-guard: the trace %s ends: %s", self.path, reason)
+        logger.warning("ubatch-guard: the trace %s ends: %s", self.path, reason)
 
     def _run(self) -> None:
         failed = False
