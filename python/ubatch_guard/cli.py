@@ -6,6 +6,7 @@ loaded is met by `main`.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -29,6 +30,8 @@ _EXTRA_OF_MODULE = {
     "torch": "engine",
     "zstandard": "cli",
 }
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""How a write to standard output fails, but for a closed pipe; commands meet errors of their own files."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 1
     except OSError as error:
-        if not _output_fails():
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise
         print(f"ubatch-guard: the output cannot be written: {error.strerror}", file=sys.stderr)
         _drop_output()
@@ -96,15 +99,6 @@ def _open_streams() -> None:
         if hasattr(stream, "reconfigure"):
             # A file name need not fit the encoding of the terminal.
             stream.reconfigure(errors="backslashreplace")
-
-
-def _output_fails() -> bool:
-    """Whether standard output is what an error came from: it cannot get rid of what it holds."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
 
 
 def _drop_output() -> None:
