@@ -303,8 +303,8 @@ def test_a_closed_standard_error_costs_nothing() -> None:
 STRANGE_NAMES = [
     "caf\u00e9",
     ":smile:",
-    "[bold]x[/bold]",
-    "[/]",
+    "[bold]x",
+    "[",
     "a\nb",
     "\x1b[31mred",
     "\udcff",
