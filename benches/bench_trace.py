@@ -9,8 +9,8 @@ from pathlib import Path
 from ubatch_guard import reference
 from ubatch_guard.bench import Call, Subjects, in_turns
 from ubatch_guard.step import Policy
+from ubatch_guard.trace import TraceReader
 from ubatch_guard.trace.audit import AuditOptions, TraceAudit, audit_trace
-from ubatch_guard.trace.format import TraceReader
 from ubatch_guard.trace.replay import Replay
 
 FOLDER = Path(__file__).parent.parent / "tests" / "traces"

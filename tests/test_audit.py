@@ -16,7 +16,7 @@ import pytest
 from ubatch_guard import reference
 from ubatch_guard._core import Checker, Mirror
 from ubatch_guard.step import Phase, Policy, UnsafeCuts
-from ubatch_guard.trace import Replay, StepRecord, TraceError, TraceHeader, TraceReader
+from ubatch_guard.trace import Admission, Changes, Replay, StepRecord, TraceError, TraceReader, apply_changes
 from ubatch_guard.trace.audit import AuditOptions, UnsafeStep, audit_trace, decodes_lead
 
 TRACES = Path(__file__).parent / "traces"
@@ -71,48 +71,29 @@ def _cuts(found: list[Any]) -> tuple[UnsafeCuts, ...]:
     return tuple(UnsafeCuts(*fields) for fields in found)
 
 
-class _Mirrored:
-    """A mirror fed with a trace."""
-
-    def __init__(self, header: TraceHeader) -> None:
-        self.mirror = Mirror(header.groups)
-
-    def apply(self, record: StepRecord) -> None:
-        for request_id in (*record.finished, *record.preempted):
-            if request_id in self.mirror:
-                self.mirror.free(request_id)
-        for entry in record.new:
-            self.mirror.add(entry.request_id, entry.rows)
-        for entry in record.resumed:
-            self.mirror.add(entry.request_id, entry.rows)
-        self.mirror.append_each(
-            [growth.request_id for growth in record.appended], [growth.rows for growth in record.appended]
-        )
-
-
 @every_trace
 def test_mirror_checker_and_reference_agree_on_every_step(
     path: Path, thresholds: dict[str, int], expected: dict[str, Any]
 ) -> None:
     with TraceReader(path) as trace:
         replay = Replay(trace.header)
-        mirrored = _Mirrored(trace.header)
+        mirror = Mirror(trace.header.groups)
         checker = Checker(trace.header.groups)
         steps = 0
         for record in trace:
             step = replay.step(record)
-            mirrored.apply(record)
-            slots = mirrored.mirror.slots(record.request_ids)
+            apply_changes(mirror, record.changes)
+            slots = mirror.slots(record.request_ids)
             counts = (record.num_computed_tokens, record.num_scheduled_tokens)
             stateless = _cuts(checker.unsafe_cuts(step.block_tables, *counts))
-            assert _cuts(mirrored.mirror.unsafe_cuts(slots, *counts)) == stateless
+            assert _cuts(mirror.unsafe_cuts(slots, *counts)) == stateless
             assert checker.is_safe(step.block_tables, *counts) is not bool(stateless)
-            assert mirrored.mirror.is_safe(slots, *counts) is not bool(stateless)
+            assert mirror.is_safe(slots, *counts) is not bool(stateless)
             if steps % 7 == 0 or stateless:
                 assert reference.unsafe_cuts(step) == stateless
             phases = decodes_lead(record, trace.header.decode_threshold)
             order = checker.order(step.block_tables, *counts, phases)
-            assert mirrored.mirror.order(slots, *counts, phases) == order
+            assert mirror.order(slots, *counts, phases) == order
             assert order is not None
             assert sorted(phases) == [phases[position] for position in order[0]]
             if stateless:
@@ -148,23 +129,20 @@ def test_unsafe_steps_are_told_with_their_culprits() -> None:
 
 
 def test_decodes_lead() -> None:
-    def record(**more: Any) -> StepRecord:
+    def record(**changes: Any) -> StepRecord:
         return StepRecord(
-            finished=(),
-            preempted=(),
-            new=(),
-            resumed=(),
-            appended=(),
+            Changes(**changes),
             request_ids=("a", "b", "c"),
             num_computed_tokens=np.array([9, 9, 0], dtype=np.int32),
             num_scheduled_tokens=np.array([1, 2, 1], dtype=np.int32),
-            vllm_allows=True,
-            **more,
         )
 
     assert decodes_lead(record(), None).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
     assert decodes_lead(record(), 0).tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
     assert decodes_lead(record(), 2).tolist() == [Phase.DECODE, Phase.DECODE, Phase.PREFILL]
+    assert decodes_lead(record(new=[Admission("b", 9, [])]), 2).tolist() == [0, 2, 2]
+    assert decodes_lead(record(resumed=[Admission("b", 9, [])]), 2).tolist() == [0, 2, 2]
+    assert decodes_lead(record(set_back=["a"]), 2).tolist() == [2, 0, 2]
 
 
 def _trace(tmp_path: Path, *lines: dict[str, Any], **header: Any) -> Path:
@@ -223,6 +201,82 @@ def test_thresholds(tmp_path: Path) -> None:
         for decode in (2, 3)
     }
     assert counts == {(7, 2): 2, (7, 3): 1, (8, 2): 1, (8, 3): 0}
+
+
+def test_verifications_of_drafts_are_eligible(tmp_path: Path) -> None:
+    names = [f"r{number}" for number in range(16)]
+    first = _line([[name, 0, [[1, 2, 3]]] for name in names], [[name, 0, 4] for name in names])
+    verify = _line([], [[name, 4, 4] for name in names])
+    header = {"version": 2, "decode_threshold": 4, "decode_query_len": 4}
+    assert _audit(_trace(tmp_path, first, verify, **header))["eligible"] == 2
+    # Version 1 cannot say that these are decodes.
+    assert _audit(_trace(tmp_path, first, verify, decode_threshold=4))["eligible"] == 0
+
+
+def test_a_request_that_is_set_back_may_follow_its_writer(tmp_path: Path) -> None:
+    first = _line([["b", 0, [[1, 2]]]], [["b", 0, 4]])
+    second = _line([["w", 0, [[1]]]], [["b", 4, 1], ["w", 0, 4]], set_back=["b"])
+    header = {"version": 2, "decode_query_len": 1}
+    audit = _audit(_trace(tmp_path, first, second, **header), prefill_token_threshold=0)
+    assert (audit["hazardous"], audit["kept"], audit["reordered"]) == (1, 1, 1)
+
+
+def test_a_streaming_session_is_audited_on_its_new_row(tmp_path: Path) -> None:
+    first = _line([["s", 0, [[1, 2]]], ["r", 4, [[5, 6]]]], [["s", 0, 8], ["r", 4, 1]])
+    # The session now writes what r reads, behind it.
+    again = _line([["s", 0, [[5, 7, 8]]]], [["r", 4, 1], ["s", 0, 12]])
+    header = {"version": 2, "decode_query_len": 1}
+    audit = _audit(_trace(tmp_path, first, again, **header), prefill_token_threshold=0)
+    assert (audit["eligible"], audit["hazardous_any_cut"]) == (2, 0), "cuts 1 to 4 of 13"
+    again["batch"] = [["r", 4, 5], ["s", 0, 12]]
+    again["appended"] = [["r", [[9]]]]
+    audit = _audit(_trace(tmp_path, first, again, **header), prefill_token_threshold=0)
+    assert (audit["hazardous"], audit["hazardous_any_cut"]) == (1, 1)
+
+
+def test_the_cuts_really_made_are_counted(tmp_path: Path) -> None:
+    # Offsets 0..2 are the reader's, 3..5 the writer's of its block: cuts 1 to 5 are unsafe.
+    new = [["r", 3, [[2, 3]]], ["w", 0, [[2, 4]]]]
+    first = _line(new, [["r", 3, 3], ["w", 0, 8]])
+
+    def audit(*cuts: Any) -> tuple[int | None, int | None]:
+        path = _trace(tmp_path, *(first | ({} if first is None else {"cuts": cut}) for cut in cuts), **header)
+        answer = _audit(path)
+        return answer["cut"], answer["cut_unsafe"]
+
+    header = {"version": 2, "decode_query_len": 1, "num_ubatches": 3}
+    assert audit(None) == (None, None)
+    assert audit([]) == (0, 0)
+    assert audit([4]) == (1, 1)
+    assert audit([6, 20]) == (1, 0)
+    assert audit([3, 6], [], [6], [5]) == (3, 2)
+
+
+def test_num_ubatches_beyond_reason_does_not_hang(tmp_path: Path) -> None:
+    new = [["r", 64, [[1, 2, 3, 4, 9] * 4]], ["w", 0, [[1, 2, 3, 4, 5]]]]
+    line = _line(new, [["r", 64, 8], ["w", 0, 20]])
+    with pytest.raises(TraceError, match="num_ubatches"):
+        audit_trace(_trace(tmp_path, line, num_ubatches=2**31 - 1), AuditOptions())
+    assert _audit(_trace(tmp_path, line, num_ubatches=1024), prefill_token_threshold=0)["hazardous"] == 0
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_groups_that_cannot_be_are_said_with_their_line(tmp_path: Path, slow: bool) -> None:
+    path = _trace(tmp_path, sliding_windows=[4], attention_chunk_sizes=[4])
+    with pytest.raises(TraceError, match="window") as caught:
+        audit_trace(path, AuditOptions(reference=slow))
+    assert caught.value.line == 1
+
+
+def test_a_wide_step_is_too_much_for_the_reference_alone(tmp_path: Path) -> None:
+    # One row of a million columns, and 100 short ones.
+    wide = ["wide", 0, [[0] * 1_000_000]]
+    short = [[f"r{number}", 0, [[1]]] for number in range(100)]
+    path = _trace(tmp_path, _line([wide, *short], [["wide", 0, 4], *([name, 0, 1] for name, *_ in short)]))
+    with pytest.raises(TraceError, match="101 rows and 1000000 columns") as caught:
+        audit_trace(path, AuditOptions(reference=True))
+    assert caught.value.line == 2
+    assert audit_trace(path, AuditOptions(prefill_token_threshold=0)).eligible == 1
 
 
 def test_no_eligible_step_has_no_time(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_audited(tmp_path: Path) -> No
         "nowhere.jsonl.gz": None,
         "cut.jsonl.gz": good.read_bytes()[:-100],
         "not-json.jsonl": content[:5000].rpartition(b"\n")[0] + b"\nnonsense\n",
-        "version.jsonl": content.replace(b'"version": 1', b'"version": 2', 1),
+        "version.jsonl": content.replace(b'"version": 1', b'"version": 3', 1),
         "empty.jsonl": b"",
         "binary.jsonl": bytes(range(256)) * 20,
     }
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_audited(tmp_path: Path) -> No
     for error, path in zip(errors, [*(tmp_path / name for name in bad), tmp_path], strict=True):
         assert re.fullmatch(re.escape(str(path)) + r":\d+: \S.*", error)
     assert ":2: not JSON" not in result.stderr
-    assert re.search(r"version.jsonl:1: version is 2", result.stderr)
+    assert re.search(r"version.jsonl:1: version is 3", result.stderr)
 
 
 def test_partial_counts_what_is_whole(tmp_path: Path) -> None:
@@ -240,6 +240,152 @@ def test_a_reader_that_has_seen_enough() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 1
+
+
+_COMMAND = "import sys; from ubatch_guard.cli import main; sys.exit(main())"
+_GOOD = TRACES / "fork-t1.jsonl.gz"
+
+
+def _shell(line: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of bash in which ``ug`` is the command."""
+    return subprocess.run(
+        ["bash", "-c", f'ug() {{ "$PYTHON" -c "$COMMAND" "$@"; }}; {line}', "bash", *map(str, arguments)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHON": sys.executable, "COMMAND": _COMMAND, **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'ug audit --json <(gzip -dc "$1")',
+        'ug audit --json <(cat "$1")',
+        'ug audit --json /dev/stdin < "$1"',
+        'cat "$1" | ug audit --json /dev/stdin',
+        'gzip -dc "$1" | ug audit --json /dev/stdin',
+        'mkfifo "$2/pipe"; cat "$1" > "$2/pipe" & ug audit --json "$2/pipe"',
+        '(head -c 1 "$1"; sleep 0.2; tail -c +2 "$1") | ug audit --json /dev/stdin',
+    ],
+)
+def test_a_trace_may_come_through_a_pipe(line: str, tmp_path: Path) -> None:
+    result = _shell(line, _GOOD, tmp_path)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads(result.stdout)["steps"] == 143
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("option", ["--json", "--explain", "--policy=veto"])
+def test_output_that_cannot_be_written_is_one_line(option: str, unbuffered: str) -> None:
+    result = _shell('ug audit "$2" "$1" > /dev/full', _GOOD, option, PYTHONUNBUFFERED=unbuffered)
+    assert result.returncode == 1
+    assert result.stderr == b"ubatch-guard: the output cannot be written: No space left on device\n"
+
+
+def test_a_closed_output_is_one_line() -> None:
+    result = _shell('ug audit "$1" >&-', _GOOD)
+    assert (result.returncode, result.stderr) == (1, b"ubatch-guard: standard output is closed\n")
+
+
+def test_a_closed_standard_error_costs_nothing() -> None:
+    result = _shell('ug audit --json "$1" 2>&-', _GOOD)
+    assert (result.returncode, json.loads(result.stdout)["steps"]) == (0, 143)
+    # What is said of a bad one must not get into the output.
+    result = _shell('ug audit --json /nowhere "$1" 2>&-', _GOOD)
+    assert (result.returncode, json.loads(result.stdout)["steps"]) == (2, 143)
+    if Path("/dev/full").exists():
+        result = _shell('ug audit --json "$1" 2>/dev/full', _GOOD)
+        assert (result.returncode, json.loads(result.stdout)["steps"]) == (0, 143)
+
+
+STRANGE_NAMES = [
+    "caf\u00e9",
+    ":smile:",
+    "[bold]x",
+    "[",
+    "a\nb",
+    "\x1b[31mred",
+    "\udcff",
+    "-",
+    "\u202eabc",
+]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
+@pytest.mark.parametrize("rich", [True, False])
+def test_any_file_name_goes_with_any_output(encoding: str, rich: bool, tmp_path: Path) -> None:
+    micro = (MICRO / "v-reader-first.jsonl.gz").read_bytes()
+    paths = [tmp_path / f"{name}.jsonl.gz" for name in STRANGE_NAMES]
+    for path in paths:
+        path.write_bytes(micro)
+    prelude = "" if rich else _without("rich")
+    result = subprocess.run(
+        [sys.executable, "-c", f"{prelude}\n{_COMMAND}", "audit", "--explain", *map(os.fsencode, paths)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    text = result.stdout.decode(encoding)
+    for name in (":smile:", "[bold]x", r"a\nb", r"\x1b[31mred", r"\udcff"):
+        assert name in text
+    assert "\x1b" not in text
+
+
+def test_what_is_wrong_is_one_line_whatever_the_name() -> None:
+    result = _shell("ug audit $'/no\\nwhere\\xff\\e[31m'", PYTHONIOENCODING="ascii")
+    assert result.returncode == 2
+    assert result.stderr == b"/no\\nwhere\\udcff\\x1b[31m:0: No such file or directory\n"
+
+
+def test_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    header = json.loads(gzip.decompress(_GOOD.read_bytes()).splitlines()[0])
+    path = tmp_path / "wide.jsonl"
+    path.write_text(json.dumps({**header, "num_blocks": 2**31 - 1}) + "\n")
+    result = _shell('ulimit -v 4000000; ug audit "$1"', path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"{path}:1: num_blocks".encode())
+    assert result.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "module", ["argparse", "numpy", "ubatch_guard._core", "ubatch_guard.trace.command", "rich"]
+)
+def test_an_interrupt_while_modules_are_loaded_ends_quietly(module: str) -> None:
+    """The interrupt comes just when ``module`` is looked for."""
+    prelude = textwrap.dedent(
+        f"""
+        import signal, sys
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Interrupting())
+        """
+    )
+    result = _run("audit", _GOOD, prelude=prelude)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_the_command_line_loads_nothing_before_it_can_be_interrupted() -> None:
+    code = "import sys; before = set(sys.modules); import ubatch_guard.cli; print(*set(sys.modules) - before)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(result.stdout.split()) <= {"ubatch_guard", "ubatch_guard.cli", "__future__", "errno"}
+
+
+def test_the_package_has_what_it_lists() -> None:
+    code = (
+        "import ubatch_guard, sys; assert 'numpy' not in sys.modules;"
+        "from ubatch_guard import *; assert Guard is ubatch_guard.Guard; import ubatch_guard.guard;"
+        "assert ubatch_guard.guard.Guard is Guard;"
+        "print(*(name for name in ubatch_guard.__all__ if getattr(ubatch_guard, name) is None), end='');"
+        "print(hasattr(ubatch_guard, 'nonsense'), 'Guard' in dir(ubatch_guard))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False True\n"
 
 
 def test_progress_on_a_terminal() -> None:

@@ -16,14 +16,15 @@ PACKAGE = ROOT / "python" / "ubatch_guard"
 # From the ground up; a module imports from floors below its own, a package also from itself.
 FLOORS = [
     {"step"},
-    {"_core"},
+    {"_core", "eligibility"},
     {"cuts"},
-    {"reference", "guard", "kv_cache_groups", "order_constraint", "settings"},
+    {"reference", "guard", "kv_cache_groups", "settings"},
     {"counters", "trace"},
-    {"runner_guard"},
+    {"runner"},
+    {"vllm"},
     {"runner_mixin"},
     {"cases"},
-    {"engine", "vllm", "bench"},
+    {"engine", "bench"},
     {"cli"},
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,19 @@ import numpy as np
 import pytest
 import zstandard
 
+from ubatch_guard._core import Mirror
 from ubatch_guard.step import KVCacheGroup
-from ubatch_guard.trace import StepRecord, TraceError, TraceHeader, TraceReader, TraceWriter
+from ubatch_guard.trace import (
+    Replay,
+    StepRecord,
+    TraceError,
+    TraceHeader,
+    TraceReader,
+    TraceWriter,
+    apply_changes,
+)
+from ubatch_guard.trace.format import MAX_LINE_BYTES, MAX_LINE_CONTAINERS
+from ubatch_guard.trace.replay import PlainRows, TooWideError
 
 TRACES = sorted((Path(__file__).parent / "traces").rglob("*.jsonl.gz"))
 
@@ -27,6 +40,8 @@ HEADER = {
     "decode_threshold": 1,
     "num_ubatches": 2,
 }
+
+HEADER_2 = {**HEADER, "version": 2, "decode_query_len": 4}
 
 
 def _admit(*ids: str, batch: list[Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -60,14 +75,18 @@ def _read(path: Path, *, partial: bool = False) -> list[StepRecord]:
 
 
 def _plain(record: StepRecord) -> dict[str, Any]:
+    changes, appended = record.changes, record.changes.appended
     return {
-        "finished": list(record.finished),
-        "preempted": list(record.preempted),
-        "new": [[e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in record.new],
+        "finished": list(changes.finished),
+        "preempted": list(changes.preempted),
+        "new": [[e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in changes.new],
         "resumed": [
-            [e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in record.resumed
+            [e.request_id, e.num_computed_tokens, [row.tolist() for row in e.rows]] for e in changes.resumed
         ],
-        "appended": [[e.request_id, [row.tolist() for row in e.rows]] for e in record.appended],
+        "appended": [
+            [request_id, [row.tolist() for row in rows]]
+            for request_id, rows in zip(appended.request_ids, appended.rows, strict=True)
+        ],
         "batch": [
             list(entry)
             for entry in zip(
@@ -150,7 +169,8 @@ WRONG = {
     "header not an object": ([[1]], 1, "not a JSON object"),
     "other format": ([{**HEADER, "format": "other"}], 1, "format"),
     "no format": ([{"version": 1}], 1, "format"),
-    "version 2": ([{**HEADER, "version": 2}], 1, "version is 2"),
+    "version 0": ([{**HEADER, "version": 0}], 1, "version is 0"),
+    "version 3": ([{**HEADER, "version": 3}], 1, "version is 3; known are 1 to 2"),
     "version true": ([{**HEADER, "version": True}], 1, "version"),
     "no block sizes": ([{k: v for k, v in HEADER.items() if k != "block_sizes"}], 1, "block_sizes"),
     "empty block sizes": ([{**HEADER, "block_sizes": []}], 1, "block_sizes"),
@@ -204,6 +224,47 @@ WRONG = {
     "batch of numbers": ([HEADER, _admit("a", batch=[[1, 0, 4]])], 2, "strings"),
     "batch negative": ([HEADER, _admit("a", batch=[["a", 0, -4]])], 2, "-4"),
     "batch beyond 31 bits": ([HEADER, _admit("a", batch=[["a", 0, 2**31]])], 2, str(2**31)),
+}
+
+WRONG |= {
+    "too many groups": ([{**HEADER, "block_sizes": [4] * 65}], 1, "65 entries"),
+    "pools too large together": ([{**HEADER, "num_blocks": 2**25 + 1}], 1, "2 pools of 33554433"),
+    "microbatches beyond reason": ([{**HEADER, "num_ubatches": 2**31 - 1}], 1, "num_ubatches"),
+    "window and chunk": (
+        [{**HEADER, "attention_chunk_sizes": [None, 8]}],
+        1,
+        "a sliding window and an attention chunk",
+    ),
+    "lists beyond number": ([HEADER, b'{"finished":' + b"[" * 2**18 + b"]}"], 2, "lists and objects"),
+    "tokens beyond 31 bits together": (
+        [
+            {**HEADER, "block_sizes": [2**30, 2**30]},
+            _admit("a", "b", batch=[["a", 0, 2**30], ["b", 0, 2**30]]),
+        ],
+        2,
+        "2147483648 scheduled tokens",
+    ),
+    "resumed twice at once": (
+        [HEADER, _admit("a"), _admit(resumed=[["a", 0, [[1], [1]]], ["a", 0, [[1], [1]]]])],
+        3,
+        "resumed: duplicate id 'a'",
+    ),
+    "no query length": ([{**HEADER, "version": 2}], 1, "'decode_query_len' is missing"),
+    "query length 0": ([{**HEADER_2, "decode_query_len": 0}], 1, "decode_query_len"),
+    "new twice at once in version 2": ([HEADER_2, _admit("a", "a")], 2, "duplicate id 'a'"),
+    "set back a string": ([HEADER_2, _admit("a", set_back="a")], 2, "set_back"),
+    "set back unknown": ([HEADER_2, _admit("a", set_back=["b"])], 2, "set_back: unknown id 'b'"),
+    "set back and preempted": (
+        [HEADER_2, _admit("a"), _admit(preempted=["a"], set_back=["a"])],
+        3,
+        "set_back: unknown id 'a'",
+    ),
+    "cuts a number": ([HEADER_2, _admit("a", cuts=2)], 2, "cuts is 2"),
+    "cut 0": ([HEADER_2, _admit("a", cuts=[0])], 2, "cuts: 0 is not"),
+    "cut true": ([HEADER_2, _admit("a", cuts=[True])], 2, "cuts: True is not"),
+    "cuts descending": ([{**HEADER_2, "num_ubatches": 3}, _admit("a", cuts=[2, 2])], 2, "2 is not"),
+    "more cuts than microbatches": ([HEADER_2, _admit("a", cuts=[1, 2])], 2, "2 for 2 microbatches"),
+    "ranks agreed by number": ([HEADER_2, _admit("a", ranks_agreed=1)], 2, "ranks_agreed is 1"),
 }
 
 
@@ -299,10 +360,128 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     assert peak < 8 << 20
 
 
+def test_version_2_says_what_came_of_a_step(tmp_path: Path) -> None:
+    again = ["a", 4, [[5, 6], [7, 8]]]
+    path = _write(
+        tmp_path,
+        _text(
+            {**HEADER_2, "decode_threshold": None, "num_ubatches": 3},
+            _admit("a", "b"),
+            _admit(new=[again], set_back=["b"], cuts=[1, 3], ranks_agreed=True, batch=[["a", 4, 4]]),
+            _admit(cuts=[], ranks_agreed=False),
+            _admit(cuts=None, ranks_agreed=None),
+        ),
+    )
+    with TraceReader(path) as trace:
+        assert (trace.header.version, trace.header.decode_query_len) == (2, 4)
+        assert trace.header.decode_threshold is None
+        first, second, third, fourth = trace
+    assert (first.cuts, first.ranks_agreed, first.changes.set_back) == (None, None, ())
+    assert (second.cuts, second.ranks_agreed, second.changes.set_back) == ((1, 3), True, ("b",))
+    assert second.changes.new[0].rows[0].tolist() == [5, 6]
+    assert (third.cuts, third.ranks_agreed) == ((), False)
+    assert (fourth.cuts, fourth.ranks_agreed) == (None, None)
+
+
+def test_version_1_cannot_say_it(tmp_path: Path) -> None:
+    """What stands there is a key that version 1 does not know."""
+    said = _admit("a", set_back=["a"], cuts=[1], ranks_agreed=True)
+    (record,) = _read(_write(tmp_path, _text({**HEADER, "decode_query_len": 9}, said)))
+    assert (record.cuts, record.ranks_agreed, record.changes.set_back) == (None, None, ())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_is_kept_when_it_is_written_again(version: int, tmp_path: Path) -> None:
+    said = {"set_back": ["a"], "cuts": [2], "ranks_agreed": True} if version == 2 else {}
+    header = HEADER_2 if version == 2 else HEADER
+    path = _write(tmp_path, _text(header, _admit("a", **said), _admit("b", **said)))
+    copy = tmp_path / "copy.jsonl"
+    with TraceReader(path) as trace, TraceWriter(copy, trace.header) as writer:
+        for record in trace:
+            writer.write(record)
+    lines = [json.loads(line) for line in copy.read_text().splitlines()]
+    assert lines[0] == {**lines[0], **header}
+    assert lines[1:] == [_admit("a", **said), _admit("b", **said)]
+
+
+def test_a_session_comes_again_while_its_row_lives(tmp_path: Path) -> None:
+    """Mirror and plain rows take the new row for the old one."""
+    again = _admit(new=[["a", 4, [[5, 6], [7, 9]]]], batch=[["a", 4, 1]])
+    more = _admit(appended=[["a", [[8], []]]], batch=[["a", 5, 1]])
+    with TraceReader(_write(tmp_path, _text(HEADER_2, _admit("a"), again, more))) as trace:
+        mirror, plain = Mirror(trace.header.groups), PlainRows()
+        for record in trace:
+            for store in (mirror, plain):
+                apply_changes(store, record.changes)
+    assert mirror.row("a", 0).tolist() == plain["a"][0].tolist() == [5, 6, 8]
+    assert mirror.row("a", 1).tolist() == plain["a"][1].tolist() == [7, 9]
+
+
+def test_a_step_wider_than_the_reference_can_take_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ubatch_guard.trace.replay.MAX_TABLE_ENTRIES", 5)
+    with TraceReader(_write(tmp_path, _text(HEADER, _admit("a"), _admit("b", batch=[]), _admit()))) as trace:
+        replay = Replay(trace.header)
+        steps = iter(trace)
+        assert replay.step(next(steps)).num_reqs == 1
+        both = next(steps)
+        both.request_ids = ("a", "b")
+        with pytest.raises(TooWideError, match="2 rows and 3 columns"):
+            replay.step(both)
+
+
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ubatch_guard.trace.format._MAX_LINE_BYTES", 1 << 21)
+    monkeypatch.setattr("ubatch_guard.trace.lines.MAX_LINE_BYTES", 1 << 21)
     with pytest.raises(TraceError, match="line of more than"):
         _read(_write(tmp_path, gzip.compress(_text(HEADER) + b" " * (1 << 23))))
+
+
+def test_rows_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ubatch_guard.trace.parser.MAX_ROW_ENTRIES", 9)
+    grow = _admit(appended=[["a", [[1], [1, 1]]]])
+    path = _write(tmp_path, _text(HEADER, _admit("a"), grow, _admit("b", finished=["a"]), _admit("c"), grow))
+    with pytest.raises(TraceError, match="unknown id 'a'") as caught:
+        _read(path)
+    assert caught.value.line == 6, "what is finished counts no more"
+    path = _write(tmp_path, _text(HEADER, _admit("a"), grow, grow, grow))
+    with pytest.raises(TraceError, match="more than 9 block ids") as caught:
+        _read(path)
+    assert caught.value.line == 5
+
+
+def _bombs() -> dict[str, bytes]:
+    """What a small compressed file can hold."""
+
+    def line(new: bytes) -> bytes:
+        return _text(HEADER) + json.dumps(_admit()).encode().replace(b'"new": []', b'"new": ' + new) + b"\n"
+
+    room = MAX_LINE_BYTES - 1000
+    return {
+        "one endless line": _text(HEADER) + b" " * (1 << 28),
+        "empty lists": line(b"[" + b"[]," * (room // 3) + b"0]"),
+        "objects": line(b"[" + b'{"":0},' * (MAX_LINE_CONTAINERS - 100) + b"0]"),
+        "block ids": line(b'[["a",0,[[' + b"1234," * (room // 5) + b"0]]]]"),
+        "strings": line(b"[" + b'"a\xc3\xa9",' * (room // 6) + b"0]"),
+    }
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("content", _bombs().values(), ids=_bombs())
+def test_a_small_file_does_not_fill_the_memory(content: bytes, compress: Any, tmp_path: Path) -> None:
+    path = _write(tmp_path, compress(content))
+    assert path.stat().st_size < 300_000
+    code = (
+        "import resource, sys\n"
+        "from ubatch_guard.trace import TraceError, TraceReader\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n"
+        "    list(TraceReader(sys.argv[1]))\n"
+        "except TraceError as error:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error.line)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    grown, line = map(int, said.stdout.split())
+    assert line == 2
+    assert grown < 500_000, "kilobytes"
 
 
 def test_writer_knows_its_header(tmp_path: Path) -> None:

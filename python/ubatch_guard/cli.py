@@ -1,14 +1,21 @@
-"""The command ``ubatch-guard``. Each subcommand's module is imported only when it is asked for."""
+"""The command ``ubatch-guard``. Each subcommand's module is imported only when it is asked for.
+
+Nothing is imported here that the interpreter has not loaded itself, so that an interrupt while the rest is
+loaded is met by `main`.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
 
-from ubatch_guard import __version__
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    Command = Callable[[argparse.Namespace], int]
 
 _SUMMARIES = {
     "audit": "count unsafe steps in step traces",
@@ -23,11 +30,42 @@ _EXTRA_OF_MODULE = {
     "torch": "engine",
     "zstandard": "cli",
 }
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""How a write to standard output fails, but for a closed pipe; commands meet errors of their own files."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _open_streams()
+        if sys.stdout is None:
+            print("ubatch-guard: standard output is closed", file=sys.stderr)
+            return 1
+        try:
+            status = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 2
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.
+        _drop_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        print(f"ubatch-guard: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return 1
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    import argparse
+
+    from ubatch_guard import __version__
+
     # Only the chosen command declares its arguments, so that the others' modules need not be there.
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(
@@ -41,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == chosen:
                 command.set_defaults(run=_COMMANDS[name](command))
         args = parser.parse_args(arguments)
-        run: Callable[[argparse.Namespace], int] = args.run
-        status = run(args)
-        sys.stdout.flush()
+        run: Command = args.run
+        return run(args)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in _EXTRA_OF_MODULE:
@@ -52,22 +89,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"{module} is missing: pip install 'ubatch-guard[{extra}]'"
         print(f"ubatch-guard {chosen}: {hint}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; the interpreter must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return status
 
 
-def _from_module(name: str) -> Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], int]]:
+def _open_streams() -> None:
+    """Make the standard streams take any text, and standard error be there."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A file name need not fit the encoding of the terminal.
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Let the interpreter's own flush at the end succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _from_module(name: str) -> Callable[[argparse.ArgumentParser], Command]:
     """A command whose module has ``add_arguments(parser)`` and ``run(args)``."""
 
-    def declare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    def declare(parser: argparse.ArgumentParser) -> Command:
+        import importlib
+
         module = importlib.import_module(name)
         module.add_arguments(parser)
-        run: Callable[[argparse.Namespace], int] = module.run
+        run: Command = module.run
         return run
 
     return declare

@@ -1,20 +1,16 @@
 """Step traces: what an engine ran, step by step, to be recorded, read and audited."""
 
-from ubatch_guard.trace.format import (
-    Admission,
-    Growth,
-    StepRecord,
-    TraceError,
-    TraceHeader,
-    TraceReader,
-    TraceWriter,
-)
+from ubatch_guard.trace.format import TraceError, TraceHeader
+from ubatch_guard.trace.reader import TraceReader
 from ubatch_guard.trace.recorder import StepRecorder
+from ubatch_guard.trace.records import Admission, Appended, Changes, StepRecord, apply_changes
 from ubatch_guard.trace.replay import Replay
+from ubatch_guard.trace.writer import TraceWriter
 
 __all__ = [
     "Admission",
-    "Growth",
+    "Appended",
+    "Changes",
     "Replay",
     "StepRecord",
     "StepRecorder",
@@ -22,4 +18,5 @@ __all__ = [
     "TraceHeader",
     "TraceReader",
     "TraceWriter",
+    "apply_changes",
 ]

@@ -14,21 +14,24 @@ import numpy.typing as npt
 
 from ubatch_guard import reference
 from ubatch_guard._core import GuardError
+from ubatch_guard.eligibility import decode_phases, eligible
 from ubatch_guard.guard import ALL_CUTS, Guard
 from ubatch_guard.step import (
     CutRange,
     MirroredStep,
     Order,
     OrderConstraint,
-    Phase,
     Policy,
     Reason,
     Step,
+    UnsafeCuts,
     Verdict,
     feasible_cuts,
 )
-from ubatch_guard.trace.format import StepRecord, TraceError, TraceHeader, TraceReader
-from ubatch_guard.trace.replay import Replay
+from ubatch_guard.trace.format import TraceError, TraceHeader
+from ubatch_guard.trace.reader import TraceReader
+from ubatch_guard.trace.records import StepRecord, apply_changes
+from ubatch_guard.trace.replay import Replay, TooWideError
 
 DBO_PREFILL_TOKEN_THRESHOLD = 512
 DBO_DECODE_TOKEN_THRESHOLD = 32
@@ -45,7 +48,8 @@ class AuditOptions:
         policy: ``VETO`` or ``REORDER``: what becomes of a step with an unsafe feasible cut.
         prefill_token_threshold: Fewest tokens of a step that is split (vLLM's
             ``--dbo-prefill-token-threshold``).
-        decode_token_threshold: The same where every query is one token (``--dbo-decode-token-threshold``).
+        decode_token_threshold: The same where every query is a decode with all its drafts
+            (``--dbo-decode-token-threshold``).
         reference: Decide with the slow reference instead of the core.
         partial: Count the whole lines of a trace that breaks off.
     """
@@ -76,7 +80,7 @@ class UnsafeStep:
     @property
     def feasible(self) -> CutRange:
         """The cuts that were asked about."""
-        return feasible_cuts(int(self.record.num_scheduled_tokens.sum()), self.num_ubatches)
+        return feasible_cuts(self.record.num_tokens, self.num_ubatches)
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ class TraceAudit:
         kept: Eligible steps that run split under the policy.
         vetoed: Eligible steps that run whole under the policy.
         reordered: ``hazardous_any_cut``, and kept in an order without any unsafe cut.
+        cut: Steps that were really cut; None: the trace says it of no step.
+        cut_unsafe: Those of them that were cut where it is unsafe.
         check_us_p50: Median time of the guard's answer to an eligible step, in microseconds, if there is one.
         check_us_p99: The 99th percentile.
     """
@@ -114,6 +120,8 @@ class TraceAudit:
     kept: int = 0
     vetoed: int = 0
     reordered: int = 0
+    cut: int | None = None
+    cut_unsafe: int | None = None
     check_us_p50: float | None = None
     check_us_p99: float | None = None
 
@@ -139,28 +147,50 @@ def audit_trace(
     audit = TraceAudit(trace=Path(path).name)
     seconds = array("d")
     with TraceReader(path, partial=options.partial) as reader:
-        header = reader.header
-        decider: _Decider = (_ReferenceDecider if options.reference else _CoreDecider)(header, options.policy)
-        for record in reader:
-            try:
-                decider.update(record)
-                if _eligible(record, options):
-                    verdict, took = decider.decide(record)
-                    seconds.append(took)
-                    if verdict.order is not None and not decider.is_safe(record, verdict.order):
-                        verdict = Verdict(False, Reason.NO_ORDER, verdict.unsafe)
-                    _count(audit, record, header, verdict)
-                    if verdict.unsafe and on_unsafe is not None:
-                        on_unsafe(UnsafeStep(reader.line, record, header.num_ubatches, verdict))
-            except GuardError as error:
-                raise TraceError(reader.path, reader.line, str(error)) from error
-            audit.steps += 1
-            if on_step is not None:
-                on_step(reader)
+        try:
+            decider = (_ReferenceDecider if options.reference else _CoreDecider)(
+                reader.header, options.policy
+            )
+            for record in reader:
+                unsafe = _audit_step(audit, reader, record, decider, options, seconds)
+                if unsafe is not None and on_unsafe is not None:
+                    on_unsafe(unsafe)
+                if on_step is not None:
+                    on_step(reader)
+        except (GuardError, TooWideError) as error:
+            raise TraceError(reader.path, reader.line, str(error)) from error
+        except MemoryError as error:
+            raise TraceError(reader.path, reader.line, "more than there is memory for") from error
     if seconds:
         p50, p99 = np.percentile(np.frombuffer(seconds) * 1e6, (50, 99)).tolist()
         audit.check_us_p50, audit.check_us_p99 = round(p50, 3), round(p99, 3)
     return audit
+
+
+def _audit_step(
+    audit: TraceAudit,
+    reader: TraceReader,
+    record: StepRecord,
+    decider: _Decider,
+    options: AuditOptions,
+    seconds: array[float],
+) -> UnsafeStep | None:
+    """Count one step; the step, if it has an unsafe feasible cut."""
+    header = reader.header
+    audit.steps += 1
+    decider.update(record)
+    if record.cuts is not None:
+        audit.cut = (audit.cut or 0) + bool(record.cuts)
+        unsafe = any(decider.is_unsafe_cut(record, cut) for cut in record.cuts)
+        audit.cut_unsafe = (audit.cut_unsafe or 0) + unsafe
+    if not _eligible(record, header, options):
+        return None
+    verdict, took = decider.decide(record)
+    seconds.append(took)
+    if verdict.order is not None and not decider.is_safe(record, verdict.order):
+        verdict = Verdict(False, Reason.NO_ORDER, verdict.unsafe)
+    _count(audit, record, header, verdict)
+    return UnsafeStep(reader.line, record, header.num_ubatches, verdict) if verdict.unsafe else None
 
 
 class _Decider(Protocol):
@@ -175,6 +205,9 @@ class _Decider(Protocol):
     def is_safe(self, record: StepRecord, order: Order) -> bool:
         """Whether the step has no unsafe cut at all in another order."""
 
+    def is_unsafe_cut(self, record: StepRecord, cut: int) -> bool:
+        """Whether the step is unsafe when it is cut just there."""
+
 
 class _CoreDecider:
     """The guard as an engine has it, on a mirror of the block tables."""
@@ -184,16 +217,7 @@ class _CoreDecider:
         self._decode_threshold = header.decode_threshold
 
     def update(self, record: StepRecord) -> None:
-        mirror = self._guard.mirror
-        for request_id in (*record.finished, *record.preempted):
-            # One that finishes while it is preempted has no row any more.
-            if request_id in mirror:
-                mirror.free(request_id)
-        for entry in (*record.new, *record.resumed):
-            (mirror.replace if entry.request_id in mirror else mirror.add)(entry.request_id, entry.rows)
-        mirror.append_each(
-            [growth.request_id for growth in record.appended], [growth.rows for growth in record.appended]
-        )
+        apply_changes(self._guard.mirror, record.changes)
 
     def decide(self, record: StepRecord) -> tuple[Verdict, float]:
         phases = decodes_lead(record, self._decode_threshold)
@@ -210,6 +234,9 @@ class _CoreDecider:
             step.slots[index], step.num_computed_tokens[index], step.num_scheduled_tokens[index]
         )
         return self._guard.is_safe(reordered, ALL_CUTS)
+
+    def is_unsafe_cut(self, record: StepRecord, cut: int) -> bool:
+        return not self._guard.is_safe(self._step(record), CutRange(cut, cut))
 
     def _step(self, record: StepRecord) -> MirroredStep:
         return MirroredStep(
@@ -249,39 +276,29 @@ class _ReferenceDecider:
     def is_safe(self, record: StepRecord, order: Order) -> bool:
         return not reference.unsafe_cuts(self._step.permuted(order.permutation))
 
+    def is_unsafe_cut(self, record: StepRecord, cut: int) -> bool:
+        return bool(reference.unsafe_cuts(self._step, CutRange(cut, cut)))
 
-def _eligible(record: StepRecord, options: AuditOptions) -> bool:
-    """Whether vLLM would split the step."""
-    scheduled = record.num_scheduled_tokens
-    if len(scheduled) < 2:
-        return False
-    uniform_decode = bool((scheduled == 1).all())
-    threshold = options.decode_token_threshold if uniform_decode else options.prefill_token_threshold
-    return int(scheduled.sum()) >= threshold
+
+def _eligible(record: StepRecord, header: TraceHeader, options: AuditOptions) -> bool:
+    return eligible(
+        record.num_tokens,
+        record.num_scheduled_tokens,
+        decode_query_len=header.decode_query_len,
+        decode_token_threshold=options.decode_token_threshold,
+        prefill_token_threshold=options.prefill_token_threshold,
+    )
 
 
 def decodes_lead(record: StepRecord, decode_threshold: int | None) -> npt.NDArray[np.int8]:
-    """The phases of a batch whose decodes must lead, as vLLM's ``split_decodes_and_prefills`` wants it.
-
-    A decode is neither new nor resumed, has computed tokens and at most ``max(decode_threshold, 1)``
-    scheduled ones. A short request that is none may stand among the prefills.
-
-    Returns:
-        int8, shape ``[num_reqs]``: ``Phase.DECODE`` or ``Phase.PREFILL``.
-    """
-    short = record.num_scheduled_tokens <= max(decode_threshold or 0, 1)
-    phases = np.where(short & (record.num_computed_tokens > 0), Phase.DECODE, Phase.PREFILL).astype(np.int8)
-    admitted = {entry.request_id for entry in (*record.new, *record.resumed)}
-    if admitted:
-        phases[[request_id in admitted for request_id in record.request_ids]] = Phase.PREFILL
-    return phases
+    """int8, shape ``[num_reqs]``: the phases of a step's requests, by `decode_phases`."""
+    may_read = record.changes.may_read(record.request_ids)
+    return decode_phases(record.num_computed_tokens, record.num_scheduled_tokens, may_read, decode_threshold)
 
 
 def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, verdict: Verdict) -> None:
-    cut = int(record.num_scheduled_tokens.sum()) // header.num_ubatches
-    hazardous = any(
-        index * cut in unsafe for index in range(1, header.num_ubatches) for unsafe in verdict.unsafe
-    )
+    cut = record.num_tokens // header.num_ubatches
+    hazardous = any(_has_multiple(unsafe, cut, header.num_ubatches) for unsafe in verdict.unsafe)
     prefill = bool(record.num_scheduled_tokens.max() >= PREFILL_TOKENS)
     refused = not record.vllm_allows
     audit.eligible += 1
@@ -295,3 +312,11 @@ def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, verdict: 
     audit.kept += verdict.allow
     audit.vetoed += not verdict.allow
     audit.reordered += verdict.reason is Reason.REORDERED
+
+
+def _has_multiple(unsafe: UnsafeCuts, cut: int, num_ubatches: int) -> bool:
+    """Whether one of ``cut``, ``2 * cut`` to ``(num_ubatches - 1) * cut`` is among the unsafe cuts."""
+    if cut == 0:
+        return False
+    index = -(-unsafe.first // cut)
+    return index < num_ubatches and index * cut <= unsafe.last

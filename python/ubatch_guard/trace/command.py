@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.audit import (
@@ -20,7 +20,8 @@ from ubatch_guard.trace.audit import (
     UnsafeStep,
     audit_trace,
 )
-from ubatch_guard.trace.format import TraceError, TraceReader
+from ubatch_guard.trace.format import TraceError
+from ubatch_guard.trace.reader import TraceReader
 
 # Two lines each, so that the table fits beside others.
 _HEADINGS = {
@@ -35,6 +36,8 @@ _HEADINGS = {
     "kept": ("run", "split"),
     "vetoed": ("run", "whole"),
     "reordered": ("re-", "ordered"),
+    "cut": ("really", "cut"),
+    "cut_unsafe": ("cut", "unsafe"),
     "check_us_p50": ("us", "p50"),
     "check_us_p99": ("us", "p99"),
 }
@@ -43,6 +46,8 @@ _LEGEND = (
     "vLLM: refused by its own guard, unsafe at the cut but let through, refused though safe at any cut.",
     "run: what this guard makes of the eligible steps, some of them reordered. us: time of its answer.",
 )
+_IF_KNOWN = ("cut", "cut_unsafe")
+"""Counts that only traces of version 2 have; left out where they are not known."""
 _PROGRESS_STEPS = 16
 
 
@@ -112,12 +117,18 @@ def run(args: argparse.Namespace) -> int:
             with _progress(path, shown=args.json or not args.explain) as on_step:
                 audit = audit_trace(path, options, on_unsafe=on_unsafe, on_step=on_step)
         except TraceError as error:
-            print(error, file=sys.stderr)
+            # What is left to say it to may be closed.
+            with contextlib.suppress(OSError):
+                print(_printable(str(error)), file=sys.stderr)
             status = 2
             continue
         audits.append(audit)
         if args.json:
-            line: dict[str, Any] = asdict(audit)
+            line: dict[str, Any] = {
+                key: value
+                for key, value in asdict(audit).items()
+                if value is not None or key not in _IF_KNOWN
+            }
             if args.explain:
                 line["unsafe_steps"] = unsafe
             print(json.dumps(line), flush=True)
@@ -142,7 +153,7 @@ def _token_count(text: str) -> int:
 
 def _explanation(path: str, step: UnsafeStep) -> Iterator[str]:
     """The culprits of an unsafe step, and what becomes of it, a line each."""
-    where = f"{path}:{step.line}:"
+    where = f"{_printable(path)}:{step.line}:"
     ids = step.record.request_ids
     for cuts in step.verdict.unsafe:
         yield (
@@ -191,9 +202,10 @@ def _progress(path: str, *, shown: bool) -> Iterator[Callable[[TraceReader], Non
         yield None
         return
     size = os.path.getsize(path) if os.path.isfile(path) else None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(os.path.basename(path), total=size)
+        task = progress.add_task(_printable(os.path.basename(path)), total=size)
         steps = 0
 
         def on_step(reader: TraceReader) -> None:
@@ -206,37 +218,47 @@ def _progress(path: str, *, shown: bool) -> Iterator[Callable[[TraceReader], Non
 
 
 def _print_table(audits: Sequence[TraceAudit], policy: Policy) -> None:
-    rows = [[_cell(key, getattr(audit, key)) for key in _HEADINGS] for audit in audits]
+    keys = [
+        key
+        for key in _HEADINGS
+        if key not in _IF_KNOWN or any(getattr(audit, key) is not None for audit in audits)
+    ]
+    rows = [[_cell(key, getattr(audit, key)) for key in keys] for audit in audits]
     if len(audits) > 1:
-        counts = [key for key in _HEADINGS if isinstance(getattr(audits[0], key), int)]
-        sums = {key: str(sum(getattr(audit, key) for audit in audits)) for key in counts}
-        rows.append([{"trace": "all", **sums}.get(key, "") for key in _HEADINGS])
+        sums = {"trace": "all"}
+        for key in keys:
+            counts = [count for audit in audits if isinstance(count := getattr(audit, key), int)]
+            if counts:
+                sums[key] = str(sum(counts))
+        rows.append([sums.get(key, "") for key in keys])
     title = f"Steps that microbatching would split, policy {policy.value}"
     try:
         from rich.box import SIMPLE
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
-        _print_plain(title, rows)
+        _print_plain(title, keys, rows)
         return
     table = Table(
         title=title, box=SIMPLE, padding=(0, 1, 0, 0), caption="\n".join(_LEGEND), caption_justify="left"
     )
-    for key, lines in _HEADINGS.items():
-        table.add_column("\n".join(lines), justify="left" if key == "trace" else "right", no_wrap=True)
+    for key in keys:
+        justify: Literal["left", "right"] = "left" if key == "trace" else "right"
+        table.add_column("\n".join(_HEADINGS[key]), justify=justify, no_wrap=True)
     for row in rows:
         if row is rows[-1] and len(audits) > 1:
             table.add_section()
         table.add_row(*row)
     # As wide as it is: a terminal that is narrower breaks its lines, which folded columns would not survive.
-    console = Console(width=1000)
+    # A file name may look like rich's own markup.
+    console = Console(width=1000, markup=False, emoji=False)
     console.width = console.measure(table).maximum
     console.print(table)
 
 
-def _print_plain(title: str, rows: Sequence[Sequence[str]]) -> None:
+def _print_plain(title: str, keys: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """The table without rich: columns parted by two spaces, numbers to the right."""
-    headings = list(zip(*_HEADINGS.values(), strict=True))
+    headings = list(zip(*(_HEADINGS[key] for key in keys), strict=True))
     widths = [max(map(len, column)) for column in zip(*headings, *rows, strict=True)]
     print(title)
     for row in (*headings, *rows):
@@ -247,7 +269,17 @@ def _print_plain(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 def _cell(key: str, value: object) -> str:
     if key == "trace":
-        return str(value).removesuffix(".gz").removesuffix(".zst").removesuffix(".jsonl")
+        return _printable(str(value).removesuffix(".gz").removesuffix(".zst").removesuffix(".jsonl"))
     if value is None:
         return "-"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _printable(text: str) -> str:
+    """A text in one line: a file may be named with line feeds and escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
