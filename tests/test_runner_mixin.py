@@ -19,7 +19,7 @@ from ubatch_guard.engine.request import SamplingParams
 from ubatch_guard.runner_mixin import runner_guard
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
-from ubatch_guard.trace.format import TraceReader
+from ubatch_guard.trace.reader import TraceReader
 
 BLOCK = 16
 MODEL = DecoderModel(ModelConfig(num_hidden_layers=1))

@@ -71,13 +71,6 @@ class Counters:
     trace_ended: int = 0
     checks: int = 0
     check_ns: int = 0
-    demoted_requests: int = 0
-    demoted_tokens: int = 0
-    cut: int = 0
-    unasked: int = 0
-    verified: int = 0
-    verify_findings: int = 0
-    trace_ended: int = 0
 
     @property
     def num_vetoed(self) -> int:

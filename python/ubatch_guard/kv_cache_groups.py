@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ubatch_guard.step import KVCacheGroup
+from ubatch_guard.step import IntArray, KVCacheGroup
 
 _WHOLE_PREFIX = frozenset(
     {
@@ -72,7 +72,7 @@ class EngineGroups:
     are_all: bool = True
     assumed: tuple[str, ...] = ()
 
-    def rows(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def rows(self, block_ids: Sequence[Sequence[int] | IntArray]) -> Sequence[Sequence[int] | IntArray]:
         """Of one row of block ids per engine group, those of ``groups``."""
         if self.are_all:
             return block_ids

@@ -20,6 +20,7 @@ class Batch:
         cuts: First and last cut that the vote can end in, in tokens; None: any cut of the step.
         decode_threshold: Longest query that the attention backends run as a decode as long as it stands
             before the first longer one, in tokens; None: they do not care.
+        decode_query_len: Tokens of a decode with all of its drafts.
         order_constraint: Asked only when the step has an unsafe cut.
         eligible: The engine's own thresholds let it cut this step.
         refusal: Why a step that some request may read this step's writes in is voted "no" on whatever its
@@ -35,6 +36,7 @@ class Batch:
     num_ubatches: int
     cuts: tuple[int, int] | None
     decode_threshold: int | None
+    decode_query_len: int
     order_constraint: Callable[[], OrderConstraint]
     eligible: bool
     refusal: str | None = None

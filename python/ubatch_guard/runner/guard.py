@@ -13,14 +13,15 @@ import numpy.typing as npt
 
 from ubatch_guard._core import Mirror
 from ubatch_guard.counters import Counters
+from ubatch_guard.eligibility import decode_phases
 from ubatch_guard.kv_cache_groups import EngineGroups
-from ubatch_guard.order_constraint import decode_phases
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.report import Report
 from ubatch_guard.runner.step_trace import StepTrace
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import IntArray, Order, OrderConstraint, Policy, Reason
 from ubatch_guard.trace.recorder import StepRecorder
+from ubatch_guard.trace.records import Changes
 
 _UNASKED = 100
 """Steps without a vote after which it is said loudly."""
@@ -44,7 +45,15 @@ class Rows(Protocol):
     def note(self, scheduler_output: Any) -> None:
         """Keep what the scheduler changed."""
 
-    def may_read(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> bool:
+    def changes(self, scheduler_output: Any) -> Changes:
+        """The same for a trace."""
+
+    def may_read(
+        self,
+        req_ids: Sequence[str],
+        num_computed_tokens: IntArray,
+        prefilling: npt.NDArray[np.bool_] | None = None,
+    ) -> bool:
         """Whether some request may read what is written in the step under way."""
 
     def take_in(self) -> None:
@@ -115,6 +124,7 @@ class RunnerGuard:
         rows: Who may read, and the block rows that tell.
         settings: ``settings.policy`` must not be None.
         name: Of the worker, for the trace's file name.
+        runner: What kind of runner it is, for the metrics.
         not_understood: Why the engine's KV cache groups are not understood; then every step in which some
             request may read is voted "no" on. None: they are.
 
@@ -125,7 +135,12 @@ class RunnerGuard:
     """
 
     def __init__(
-        self, rows: Rows, settings: Settings, name: str = "0", not_understood: str | None = None
+        self,
+        rows: Rows,
+        settings: Settings,
+        name: str = "0",
+        runner: str = "",
+        not_understood: str | None = None,
     ) -> None:
         if settings.policy is None:
             raise ValueError("a guard that is off has no RunnerGuard")
@@ -133,7 +148,7 @@ class RunnerGuard:
         self.settings = settings
         self.counters = Counters()
         self.rows = rows
-        self.report = Report(settings.policy.value, self.counters, settings.log_interval)
+        self.report = Report(settings.policy.value, runner, self.counters, settings.log_interval)
         self.trace = StepTrace(settings, name, self.report, self.counters)
         self.finding = False
         self._step = _Step()
@@ -142,7 +157,8 @@ class RunnerGuard:
         self._not_understood: str | None = None
         if not_understood is not None:
             self._not_understood = "unknown_group"
-            self.report.once("unknown_group", f"{not_understood}: steps that admit a request will run whole")
+            self.report.guarded = "steps that admit a request run whole"
+            self.report.once("unknown_group", f"{not_understood}: {self.report.guarded}")
 
     @property
     def mirror(self) -> Mirror:
@@ -166,7 +182,7 @@ class RunnerGuard:
         with self.guarded("the scheduler's changes could not be followed"):
             self.rows.note(scheduler_output)
             if self.trace.on:
-                self.trace.note(scheduler_output, self.rows.groups)
+                self.trace.note(self.rows.changes(scheduler_output))
         # Last: a step that is tried again after an interrupt is looked at again.
         self._observed = scheduler_output
 
@@ -246,8 +262,7 @@ class RunnerGuard:
             self._conclude(batch, self._decide(batch), theirs)
         elif not self._step.voted:
             self._step.voted = True
-            if self.trace.on:
-                self.trace.record(batch, self.rows.groups.groups, theirs)
+            self._record(batch, theirs)
 
     def asking(self, ask_engine: Callable[[], bool]) -> bool:
         """The engine's own verdict, which may go through this very guard again; raises what it raises."""
@@ -257,12 +272,19 @@ class RunnerGuard:
         finally:
             self._asking_engine = False
 
-    def settle(self, cut: bool) -> None:
-        """The ranks have voted on the step under way: it is ``cut``, or not."""
+    def settle(self, cut: bool, cuts: Sequence[int] | None = None) -> None:
+        """The ranks have voted on the step under way.
+
+        Args:
+            cut: It is cut.
+            cuts: Where, in tokens, if that is known.
+        """
         step = self._step
         if step.voted and not step.settled:
             step.settled = True
             self.counters.cut += cut
+            if self.trace.on:
+                self.trace.settle(cuts if cut else (), True if cut else None)
 
     def refuse(self) -> bool:
         """Vote "no" on a step that could not even be read."""
@@ -326,6 +348,7 @@ class RunnerGuard:
             self.report.once(f"finding {self.counters.verify_findings}", message, logging.ERROR)
         if not self.finding and self.policy is not Policy.OBSERVE:
             self.finding = True
+            self.report.guarded = "a cut was wrong in spite of it"
             self.report.once(
                 "finding",
                 "a cut was wrong in spite of the guard: steps that admit a request run whole from now on. "
@@ -487,9 +510,16 @@ class RunnerGuard:
                 counters.vetoed[step.failed or step.veto] += 1
             if theirs is not None:
                 counters.verdicts["allow" if safe else "veto", "allow" if theirs else "veto"] += 1
-            if batch is not None and self.trace.on:
-                self.trace.record(batch, self.rows.groups.groups, theirs)
+            self._record(batch, theirs)
         self.report.now_and_then()
+
+    def _record(self, batch: Batch | None, theirs: bool | None) -> None:
+        if not self.trace.on:
+            return
+        if batch is None:
+            self.trace.end("a step could not be read")
+        else:
+            self.trace.record(batch, self.rows.groups.groups, theirs, list(self.rows.set_back))
 
     def _count_unasked(self) -> None:
         if not getattr(self._observed, "num_scheduled_tokens", None):

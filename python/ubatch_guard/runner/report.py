@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from ubatch_guard.counters import Counters, Labels, default_export
+from ubatch_guard._core import __version__
+from ubatch_guard.counters import Counters, GuardExport, Info
 
 # Below "vllm", so that inside vLLM its handlers and format apply.
 logger = logging.getLogger("vllm.ubatch_guard")
@@ -17,20 +18,32 @@ class Report:
     """The log and the metrics of one guard. Nothing here raises: what only reports must not touch a vote.
 
     Args:
-        mode: The guard's policy, for the log line.
+        mode: The guard's policy.
+        runner: What kind of runner it guards.
         counters: What is reported.
         log_interval: Seconds between two log lines with the counters; 0: none.
     """
 
-    def __init__(self, mode: str, counters: Counters, log_interval: float) -> None:
+    def __init__(self, mode: str, runner: str, counters: Counters, log_interval: float) -> None:
         self._mode = mode
+        self._runner = runner
         self._counters = counters
         self._logged: set[str] = set()
-        self._exported: dict[tuple[str, Labels], float] = {}
+        self._export = GuardExport()
         self._next_export = 0
         self._log_ns = int(log_interval * 1e9)
         self._next_log = time.monotonic_ns() + self._log_ns
-        self._exporting = True
+        self.guarded = "no, it observes" if mode == "observe" else "yes"
+
+    @property
+    def guarded(self) -> str:
+        """Whether the steps are guarded, or why not, as the metrics say it."""
+        return self._guarded
+
+    @guarded.setter
+    def guarded(self, guarded: str) -> None:
+        self._guarded = guarded
+        self._export.info = Info(__version__, self._mode, self._runner, guarded)
 
     def once(self, key: str, message: str, level: int = logging.WARNING) -> None:
         """Log ``message``, but for a ``key`` that was logged before."""
@@ -43,18 +56,7 @@ class Report:
         now = time.monotonic_ns()
         if now >= self._next_export:
             self._next_export = now + _EXPORT_NS
-            self._export()
+            self._export(self._counters)
         if self._log_ns and now >= self._next_log:
             self._next_log = now + self._log_ns
             logger.info("ubatch-guard (%s): %s", self._mode, self._counters.line())
-
-    def _export(self) -> None:
-        if not self._exporting:
-            return
-        try:
-            if (export := default_export()) is not None:
-                export.export(self._counters, self._exported)
-        except Exception as error:
-            # A name that is taken, a folder that is gone: that does not mend itself.
-            self._exporting = False
-            self.once("metrics", f"no metrics are exported ({type(error).__name__}: {error})")

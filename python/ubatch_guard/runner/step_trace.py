@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from ubatch_guard.counters import Counters
 from ubatch_guard.runner.batch import Batch
@@ -15,110 +11,135 @@ from ubatch_guard.settings import Settings
 from ubatch_guard.step import KVCacheGroup
 from ubatch_guard.trace.format import TraceHeader
 from ubatch_guard.trace.recorder import StepRecorder
-
-
-@dataclass(slots=True)
-class _Deltas:
-    finished: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    new: list[tuple[str, int, list[list[int]]]] = field(default_factory=list)
-    resumed: list[tuple[str, int, list[list[int]]]] = field(default_factory=list)
-    appended: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+from ubatch_guard.trace.records import Admission, Appended, Changes, StepRecord
 
 
 class StepTrace:
-    """Records the steps of a runner, if the settings ask for it; never raises."""
+    """Records the steps of a runner, if the settings ask for it. Never raises: a trace costs no step.
+
+    Args:
+        settings: Say whether, and where.
+        name: Of the worker, for the file's name.
+        report: Is told, once, that a trace ends.
+        counters: Count that it does.
+
+    Attributes:
+        on: Steps are recorded.
+        recorder: None: nothing was recorded yet.
+    """
 
     def __init__(self, settings: Settings, name: str, report: Report, counters: Counters) -> None:
-        self.recorder: StepRecorder | None = None
         self.on = settings.trace is not None
+        self.recorder: StepRecorder | None = None
         self._settings = settings
         self._name = name
         self._report = report
-        self._deltas = _Deltas()
-        self._known: set[str] = set()
+        self._counters = counters
+        self._changes: list[Changes] = []
+        """Of the steps since the last one that was recorded; all but the last ran nothing."""
+        self._held: StepRecord | None = None
+        """Voted on, and not settled yet."""
 
-    def note(self, scheduler_output: Any, groups: Any) -> None:
-        def copied(rows: Any) -> list[list[int]]:
-            return [list(row) for row in groups.rows(rows)]
+    def note(self, changes: Changes) -> None:
+        """Keep what became of the rows before the step under way."""
+        self.settle(None, None)
+        self._changes.append(changes)
 
-        deltas, cached = self._deltas, scheduler_output.scheduled_cached_reqs
-        deltas.finished += [r for r in scheduler_output.finished_req_ids if r in self._known]
-        self._known -= scheduler_output.finished_req_ids
-        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
-        deltas.preempted += [r for r in preempted if r in self._known]
-        self._known -= set(preempted)
-        deltas.new += [
-            (request.req_id, request.num_computed_tokens, copied(request.block_ids))
-            for request in scheduler_output.scheduled_new_reqs
-        ]
-        self._known |= {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        resumed = getattr(cached, "resumed_req_ids", None) or ()
-        for req_id, computed, rows in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if rows is None:
-                continue
-            if req_id in resumed:
-                deltas.resumed.append((req_id, computed, copied(rows)))
-                self._known.add(req_id)
-            else:
-                deltas.appended.append((req_id, copied(rows)))
+    def record(
+        self,
+        batch: Batch,
+        groups: Sequence[KVCacheGroup],
+        engine_allows: bool | None,
+        set_back: Sequence[str],
+    ) -> None:
+        """Record a step that was voted on, as soon as it is known what the ranks settled on.
 
-    def record(self, batch: Batch, groups: Sequence[KVCacheGroup], theirs: bool | None) -> None:
-        deltas, self._deltas = self._deltas, _Deltas()
+        Args:
+            batch: The step in its final order.
+            groups: The KV cache groups that rows are recorded of.
+            engine_allows: The engine's own verdict; None: it was not asked.
+            set_back: Running requests that a failed KV load has set back.
+        """
         try:
             if self.recorder is None:
-                header = TraceHeader(
-                    block_sizes=tuple(group.tokens_per_column for group in groups),
-                    sliding_windows=tuple(group.sliding_window for group in groups),
-                    attention_chunk_sizes=tuple(group.attention_chunk_size for group in groups),
-                    num_blocks=max((group.num_blocks for group in groups), default=0),
-                    decode_threshold=batch.decode_threshold or 1,
-                    num_ubatches=batch.num_ubatches,
-                    source="ubatch-guard",
-                )
-                assert self._settings.trace is not None
-                self.recorder = StepRecorder(
-                    trace_path(self._settings.trace, self._name),
-                    header,
-                    max_bytes=self._settings.trace_max_bytes,
-                )
-        except Exception as error:
-            self.on = False
-            self._report.once("trace", f"no trace is written ({error})")
-            return
-        self.recorder.record(
-            deltas.finished,
-            deltas.preempted,
-            deltas.new,
-            deltas.resumed,
-            deltas.appended,
-            zip(
+                self.recorder = self._open(batch, groups)
+            changes = _joined(self._changes)
+            changes.set_back = set_back
+            self._changes = []
+            # A copy: the arrays are the engine's, and it goes on with them.
+            self._held = StepRecord(
+                changes,
                 batch.req_ids,
-                batch.num_computed_tokens.tolist(),
-                batch.num_scheduled_tokens.tolist(),
-                strict=True,
-            ),
-            theirs is not False,
-        )
+                batch.num_computed_tokens,
+                batch.num_scheduled_tokens,
+                engine_allows is not False,
+            ).copied()
+        except Exception as error:
+            self.end(f"{type(error).__name__}: {error}")
+
+    def settle(self, cuts: Sequence[int] | None, ranks_agreed: bool | None) -> None:
+        """Write the step that was recorded last.
+
+        Args:
+            cuts: Where it is cut, in tokens; empty: it runs whole; None: not known.
+            ranks_agreed: Every rank voted to cut it; None: not known.
+        """
+        step, self._held = self._held, None
+        if step is None or self.recorder is None:
+            return
+        step.cuts, step.ranks_agreed = cuts, ranks_agreed
+        self.recorder.record(step)
+        if not self.recorder.open:
+            self.end(self.recorder.ended or "closed")
 
     def end(self, why: str) -> None:
-        """A trace with a hole could not be replayed."""
+        """Record no further step: a trace with a hole could not be replayed."""
         if self.on:
             self.on = False
-            self._report.once("trace", f"the trace ends here: {why}")
+            self._counters.trace_ended += 1
+            self._report.once("trace", f"no trace is written from here on ({why})")
             if self.recorder is not None:
                 self.recorder.close(timeout=0.0)
 
+    def _open(self, batch: Batch, groups: Sequence[KVCacheGroup]) -> StepRecorder:
+        assert self._settings.trace is not None
+        header = TraceHeader(
+            block_sizes=tuple(group.tokens_per_column for group in groups),
+            sliding_windows=tuple(group.sliding_window for group in groups),
+            attention_chunk_sizes=tuple(group.attention_chunk_size for group in groups),
+            num_blocks=max((group.num_blocks for group in groups), default=0),
+            decode_threshold=batch.decode_threshold,
+            decode_query_len=batch.decode_query_len,
+            num_ubatches=batch.num_ubatches,
+            source="ubatch-guard",
+        )
+        return StepRecorder.create(
+            self._settings.trace,
+            self._name,
+            header,
+            max_bytes=self._settings.trace_max_bytes,
+            hash_ids=self._settings.hash_trace_ids,
+        )
 
-def trace_path(pattern: str, rank: str) -> Path:
-    """Fill ``{pid}`` and ``{rank}`` into a trace pattern; a missing ``{pid}`` goes before its suffixes."""
-    path = Path(pattern if "{pid}" in pattern else _with_pid(pattern))
-    return Path(str(path).replace("{pid}", str(os.getpid())).replace("{rank}", rank))
 
-
-def _with_pid(pattern: str) -> str:
-    folder, separator, name = pattern.rpartition("/")
-    stem, dot, suffixes = name.partition(".")
-    return f"{folder}{separator}{stem}.{{pid}}{dot}{suffixes}"
+def _joined(changes: Sequence[Changes]) -> Changes:
+    """The changes of several steps as those of one: whoever came and went in between was never there."""
+    if len(changes) == 1:
+        return changes[0]
+    new: dict[str, Admission] = {}
+    resumed: dict[str, Admission] = {}
+    appended: list[tuple[str, object]] = []
+    finished: list[str] = []
+    preempted: list[str] = []
+    for step in changes:
+        for leaving, list_of in ((step.finished, finished), (step.preempted, preempted)):
+            for request in leaving:
+                came = new.pop(request, None) or resumed.pop(request, None)
+                appended = [entry for entry in appended if entry[0] != request]
+                if came is None:
+                    list_of.append(request)
+        new.update((entry.request_id, entry) for entry in step.new)
+        resumed.update((entry.request_id, entry) for entry in step.resumed)
+        appended += zip(step.appended.request_ids, step.appended.rows, strict=True)
+    rows = Appended([name for name, _ in appended], [rows for _, rows in appended])  # type: ignore[misc]
+    return Changes(finished, preempted, list(new.values()), list(resumed.values()), rows)

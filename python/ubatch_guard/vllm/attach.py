@@ -67,7 +67,7 @@ def _make_guard(runner: Any, kv_cache_config: Any, settings: Settings, make_rows
     name = str(getattr(parallel_config, "data_parallel_rank", 0))
     try:
         groups = read_groups(kv_cache_config, getattr(parallel_config, "decode_context_parallel_size", 1))
-        guard = RunnerGuard(make_rows(runner, groups, settings), settings, name)
+        guard = RunnerGuard(make_rows(runner, groups, settings), settings, name, type(runner).__name__)
     except Exception as error:
         # Also what the core refuses: columns of no tokens, a pool that does not fit into memory.
         why = f"the KV cache groups are not understood ({type(error).__name__}: {error})"

@@ -20,9 +20,7 @@ import numpy.typing as npt
 from ubatch_guard._core import Mirror
 from ubatch_guard.kv_cache_groups import EngineGroups
 from ubatch_guard.step import IntArray
-
-Rows = Sequence[Sequence[int] | IntArray]
-"""Block ids per engine KV cache group, as vLLM's ``block_ids`` has them."""
+from ubatch_guard.trace.records import Admission, Appended, BlockIds, Changes
 
 _MAX_NOTED = 16
 """Steps that may wait to be taken in: few enough that taking them in does not stand out among the steps."""
@@ -56,7 +54,7 @@ class AllRows:
     def __init__(
         self,
         groups: EngineGroups,
-        engine_rows: Callable[[], Iterable[tuple[str, Rows]]] | None = None,
+        engine_rows: Callable[[], Iterable[tuple[str, BlockIds]]] | None = None,
         *,
         says_when_it_loads: bool = False,
     ) -> None:
@@ -98,16 +96,45 @@ class AllRows:
         self.loads_kv = getattr(scheduler_output, "kv_connector_metadata", self._without) is not None
         self._keep(scheduler_output)
 
-    def may_read(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> bool:
-        """Whether some request may read what is written in the step under way.
+    def changes(self, scheduler_output: Any) -> Changes:
+        """What the scheduler changed, in the form of a trace; it holds references only."""
+        cached, rows_of = scheduler_output.scheduled_cached_reqs, self.groups.rows
+        finished = list(scheduler_output.finished_req_ids)
+        resumed = getattr(cached, "resumed_req_ids", None) or _NOBODY
+        each = list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True))
+        appended = [(req_id, rows) for req_id, _, rows in each if rows is not None and req_id not in resumed]
+        return Changes(
+            finished=finished,
+            preempted=[req_id for req_id in gone(scheduler_output) if req_id not in finished],
+            new=[
+                Admission(request.req_id, request.num_computed_tokens, rows_of(request.block_ids))
+                for request in scheduler_output.scheduled_new_reqs
+            ],
+            resumed=[
+                Admission(req_id, computed, rows_of(rows))
+                for req_id, computed, rows in each
+                if req_id in resumed
+            ],
+            appended=Appended([req_id for req_id, _ in appended], [rows_of(rows) for _, rows in appended]),
+        )
+
+    def may_read(
+        self,
+        req_ids: Sequence[str],
+        num_computed_tokens: IntArray,
+        prefilling: npt.NDArray[np.bool_] | None = None,
+    ) -> bool:
+        """Whether some request may read what is written in the step under way; looks once in a step.
 
         Args:
             req_ids: The batch.
             num_computed_tokens: int32 or int64, shape ``[num_reqs]``.
+            prefilling: bool, shape ``[num_reqs]``: of these alone a request that is set back is one. Others
+                may fall back for want of accepted drafts, where those are scheduled ahead. None: not known.
         """
         if self._may_read is None:
             if self.loads_kv or self.set_back:
-                self._find_set_back(req_ids, num_computed_tokens)
+                self._find_set_back(req_ids, num_computed_tokens, prefilling)
             self._may_read = bool(self.new or self.set_back)
         return self._may_read
 
@@ -195,12 +222,17 @@ class AllRows:
             each = [None if block_ids is None else rows_of(block_ids) for block_ids in each]
         mirror.append_each(cached.req_ids, each)
 
-    def _put(self, req_id: str, block_ids: Rows) -> None:
+    def _put(self, req_id: str, block_ids: BlockIds) -> None:
         # A streaming request comes as new again and again.
         put = self.mirror.replace if req_id in self.mirror else self.mirror.add
         put(req_id, self.groups.rows(block_ids))
 
-    def _find_set_back(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> None:
+    def _find_set_back(
+        self,
+        req_ids: Sequence[str],
+        num_computed_tokens: IntArray,
+        prefilling: npt.NDArray[np.bool_] | None,
+    ) -> None:
         """Find the running requests that are not past where they stood in their last step.
 
         After a failed load each affected request runs again: the first holder of a lost block from that block
@@ -216,10 +248,11 @@ class AllRows:
         self._sync()
         reached = self._reached
         behind = False
-        for req_id, computed in zip(req_ids, num_computed_tokens.tolist(), strict=True):
+        may_be = [True] * len(req_ids) if prefilling is None else prefilling.tolist()
+        for req_id, computed, may in zip(req_ids, num_computed_tokens.tolist(), may_be, strict=True):
             if req_id in self.new:
                 self.set_back.pop(req_id, None)
-            elif computed <= (stood_at := reached.get(req_id, -1)):
+            elif may and computed <= (stood_at := reached.get(req_id, -1)):
                 self.set_back[req_id] = max(self.set_back.get(req_id, 0), stood_at + 1)
             behind |= computed < self.set_back.get(req_id, 0)
         if self.set_back and not behind and self.set_back.keys() <= set(req_ids):

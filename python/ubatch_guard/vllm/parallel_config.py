@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from ubatch_guard import eligibility
+from ubatch_guard.step import IntArray
 
 CUTS = "ubatch_guard_cuts"
 """The attribute by which a runner says its own cuts; see `own_cuts`."""
@@ -33,16 +33,15 @@ def context_parallel(config: Any, kind: str) -> bool:
     return bool(getattr(config, f"{kind}_context_parallel_size", 1) > 1)
 
 
-def eligible(
-    config: Any, num_tokens: int, num_scheduled_tokens: npt.NDArray[np.int32], decode_query_len: int
-) -> bool:
-    """Whether the step is large enough for vLLM to cut (``ubatch_utils.check_ubatch_thresholds``)."""
-    decode_tokens = getattr(config, "dbo_decode_token_threshold", 0)
-    prefill_tokens = getattr(config, "dbo_prefill_token_threshold", 0)
-    if (num_tokens >= decode_tokens) is (num_tokens >= prefill_tokens):
-        return bool(num_tokens >= decode_tokens)
-    uniform_decode = bool((num_scheduled_tokens == decode_query_len).all())
-    return bool(num_tokens >= (decode_tokens if uniform_decode else prefill_tokens))
+def eligible(config: Any, num_tokens: int, num_scheduled_tokens: IntArray, decode_query_len: int) -> bool:
+    """Whether the step is large enough to be cut, by the engine's own thresholds."""
+    return eligibility.eligible(
+        num_tokens,
+        num_scheduled_tokens,
+        decode_query_len=decode_query_len,
+        decode_token_threshold=getattr(config, "dbo_decode_token_threshold", 0),
+        prefill_token_threshold=getattr(config, "dbo_prefill_token_threshold", 0),
+    )
 
 
 def too_small(config: Any, num_tokens: int) -> bool:
@@ -78,8 +77,8 @@ def own_cuts(
     if said is not None:
         cuts = said(num_tokens, ubatches)
         return cuts.first, cuts.last
-    cls: Hashable = type(runner)
-    if not _is_vllms(cls, decides):
+    method = getattr(type(runner), decides, None)
+    if method is None or not _is_vllms(method):
         return None
     first = num_tokens // ubatches
     if uniform_query_len is not None and uniform_query_len > 1:
@@ -89,9 +88,6 @@ def own_cuts(
 
 
 @functools.cache
-def _is_vllms(cls: Hashable, method: str) -> bool:
+def _is_vllms(method: Callable[..., Any]) -> bool:
     """Whether a method is vLLM's own, under whatever wrappers."""
-    function = getattr(cls, method, None)
-    if function is None:
-        return False
-    return str(getattr(inspect.unwrap(function), "__module__", "")).startswith("vllm.")
+    return str(getattr(inspect.unwrap(method), "__module__", "")).startswith("vllm.")

@@ -21,12 +21,13 @@ from unittest import mock
 
 import numpy as np
 
-from ubatch_guard.runner_mixin import UBatchGuardMixin
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.vllm import plugin
 from ubatch_guard.vllm.attach import SETTINGS
 from ubatch_guard.vllm.generations import GENERATIONS
+from ubatch_guard.vllm.hooking import hook
+from ubatch_guard.vllm.v2 import V2
 
 ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "CRITICAL"}
 """With these vLLM can be imported on any machine."""
@@ -433,15 +434,16 @@ def histories(settings: Settings, seconds: float = 6.0) -> dict[str, Any]:
     Returns:
         ``steps``; ``sharing``: those in which a request reads what another one writes in them;
         ``unsafe_unguarded``: steps with an unsafe cut in vLLM's own order; ``unsafe_guarded``: in the order
-        of the guard, where it voted yes; ``refused``: steps on which it voted no; ``said``: all of it in words.
+        of the guard, where it voted yes; ``refused``: steps on which it voted no; ``said``: it in words.
     """
     from ubatch_guard.vllm.scheduler_histories import NotAvailable, run, running_first
 
     refused = 0
-    guarded = type("_GuardedRunner", (UBatchGuardMixin, _ScheduledRunner), {SETTINGS: settings})
+    guarded = type("_GuardedRunner", (_ScheduledRunner,), {SETTINGS: settings})
+    hook(guarded, V2)
 
     def make_order(vllm_config: Any, kv_cache_config: Any) -> Callable[[Any, list[str]], list[str]]:
-        runner = guarded(vllm_config, kv_cache_config)
+        runner: _ScheduledRunner = guarded(vllm_config, kv_cache_config)
 
         def order(scheduler_output: Any, in_order: list[str]) -> list[str]:
             nonlocal refused
@@ -474,7 +476,8 @@ def histories(settings: Settings, seconds: float = 6.0) -> dict[str, Any]:
         return {**counts, "refused": refused, "said": f"not available: {error}"}
     said = (
         f"{counts['steps']} steps of vLLM's scheduler, {counts['sharing']} with sharing: unsafe "
-        f"{counts['unsafe_unguarded']} without the guard, {counts['unsafe_guarded']} with it, {refused} refused"
+        f"{counts['unsafe_unguarded']} without the guard and {counts['unsafe_guarded']} with it, {refused} "
+        "refused"
     )
     return {**counts, "refused": refused, "said": said}
 

@@ -21,11 +21,12 @@ from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import OrderConstraint, Policy
+from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
 from ubatch_guard.vllm.attach import attachment_of
 from ubatch_guard.vllm.attention_backends import order_constraint
 from ubatch_guard.vllm.contract import Needs, find_method
-from ubatch_guard.vllm.followed_rows import AllRows, Rows
+from ubatch_guard.vllm.followed_rows import AllRows
 from ubatch_guard.vllm.generation import Generation, Hook
 
 _DECIDES = "_determine_batch_execution_and_padding"
@@ -41,7 +42,7 @@ def _make_rows(runner: Any, groups: EngineGroups, settings: Settings) -> AllRows
     return AllRows(groups, (lambda: _engine_rows(runner)) if hasattr(runner, "requests") else None)
 
 
-def _engine_rows(runner: Any) -> Iterable[tuple[str, Rows]]:
+def _engine_rows(runner: Any) -> Iterable[tuple[str, BlockIds]]:
     return [(req_id, state.block_ids) for req_id, state in runner.requests.items()]
 
 
@@ -110,8 +111,18 @@ def _determine_batch_execution_and_padding(
     should_ubatch = getattr(decided, "should_ubatch", None)
     if should_ubatch is None and isinstance(decided, tuple) and len(decided) > 2:
         should_ubatch = decided[2]
-    guard.settle(bool(should_ubatch))
+    guard.settle(bool(should_ubatch), _cuts_of(runner, decided) if guard.trace.on and should_ubatch else None)
     return decided
+
+
+def _cuts_of(runner: Any, decided: Any) -> list[int] | None:
+    """Where vLLM's own runner cuts: at multiples of the padded tokens over the microbatches."""
+    config = getattr(runner, "parallel_config", None)
+    padded = getattr(decided[1], "num_tokens", None)
+    if padded is None or parallel_config.own_cuts(runner, _DECIDES, padded, 2) is None:
+        return None
+    ubatches = parallel_config.num_ubatches(config)
+    return [padded // ubatches * place for place in range(1, ubatches)]
 
 
 HOOKS: dict[str, Hook] = {
@@ -168,6 +179,7 @@ def _batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.int3
         if parallel_config.context_parallel(config, "prefill")
         else parallel_config.own_cuts(runner, _DECIDES, num_tokens, ubatches),
         decode_threshold=threshold,
+        decode_query_len=getattr(runner, "uniform_decode_query_len", 1),
         order_constraint=lambda: _order_constraint(runner, threshold),
         eligible=_eligible(runner, num_scheduled_tokens),
     )

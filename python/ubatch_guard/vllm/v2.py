@@ -23,12 +23,13 @@ from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import OrderConstraint, Policy
+from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
 from ubatch_guard.vllm.attach import Attachment, attachment_of
 from ubatch_guard.vllm.attention_backends import order_constraint
 from ubatch_guard.vllm.contract import Needs, find_method
 from ubatch_guard.vllm.cut_check import first_read_of_a_later_write
-from ubatch_guard.vllm.followed_rows import AllRows, NewRows, Rows
+from ubatch_guard.vllm.followed_rows import AllRows, NewRows
 from ubatch_guard.vllm.generation import Generation, Hook
 
 _DECIDES = "execute_model"
@@ -45,7 +46,7 @@ def _make_rows(runner: Any, groups: EngineGroups, settings: Settings) -> AllRows
     return AllRows(groups, lambda: _engine_rows(runner), says_when_it_loads=True)
 
 
-def _engine_rows(runner: Any) -> Iterable[tuple[str, Rows]]:
+def _engine_rows(runner: Any) -> Iterable[tuple[str, BlockIds]]:
     """V2's rows live on the device: this waits for it, at the start and after something went wrong."""
     states, tables = runner.req_states, runner.block_tables
     lengths = tables.num_blocks.np
@@ -137,7 +138,7 @@ def _watch_cuts(runner: Any, attachment: Attachment) -> None:
         guard = guard_of(runner)
         # Not for dummy and capture runs.
         if guard is not None and guard.step_running and guard.step_voted:
-            guard.settle(True)
+            guard.settle(True, [ubatch.token_slice.stop for ubatch in prepared.slices[:-1]])
             if guard.cut_check_due():
                 with guard.guarded("the cut could not be checked"):
                     _check_cut(runner, guard, batch, block_tables, slot_mappings, prepared.slices)
@@ -162,7 +163,8 @@ def _decide(
     if parallel_config.too_small(config, num_tokens) and not guard.trace.on:
         return gathered, guard.vote_without_readers(num_reqs, False)
     # Also finds who is set back.
-    guard.rows.may_read(state.req_ids, runner.req_states.num_computed_tokens_np[state.idx_mapping_np])
+    num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
+    guard.rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
     batch = _batch(runner, guard, scheduler_output, gathered)
     if (order := guard.plan(batch)) is not None:
         gathered = (_permuted(state, order.permutation), *gathered[1:])
@@ -197,6 +199,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
             uniform_query_len if isinstance(uniform_query_len, int) else None,
         ),
         decode_threshold=threshold,
+        decode_query_len=runner.decode_query_len,
         order_constraint=lambda: _order_constraint(runner, threshold),
         eligible=parallel_config.eligible(config, int(state.num_tokens), counts, runner.decode_query_len),
         refusal=_refusal(runner, guard, scheduler_output),
@@ -234,14 +237,14 @@ def _unsure(runner: Any, guard: RunnerGuard, state: Any, num_computed_tokens: An
     if any(req_ids[place] not in rows for place in places):
         # It was being prefilled before the guard was there.
         return "unknown_request"
-    if not len(places) or places[0] == len(req_ids) - len(places):
+    readers = [place for place in places if req_ids[place] in rows.new]
+    if not readers or readers[0] == len(req_ids) - len(readers):
         return None
-    # A decode stands behind a prefilling request, which may have hit the block that it fills in this very
-    # step.
+    # A decode behind a new request may fill, in this very step, a block that the new one has hit.
     others = np.flatnonzero(~prefilling)
-    others = others[others > places[0]]
+    others = others[others > readers[0]]
     computed, scheduled = num_computed_tokens[others], counts[others]
-    furthest = int(num_computed_tokens[places].max())
+    furthest = int(num_computed_tokens[readers].max())
     for group in rows.groups.groups:
         span = group.tokens_per_column
         filled = (computed + scheduled) // span
