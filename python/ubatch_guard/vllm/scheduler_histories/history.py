@@ -98,7 +98,7 @@ class History:
         if self._options.aborts and scheduler.requests and rng.random() < 0.05:
             self._abort(rng.choice(list(scheduler.requests)))
         if self._options.resets and rng.random() < 0.01:
-            # vLLM refuses to reset under requests that wait, for a load or for their session, and hold blocks.
+            # vLLM refuses this under requests that hold blocks and wait, for a load or for their session.
             nobody_waits = self._connector is None and not self._options.streaming
             scheduler.reset_prefix_cache(reset_running_requests=nobody_waits and rng.random() < 0.5)
 
