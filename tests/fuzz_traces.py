@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -30,8 +31,8 @@ from ubatch_guard.trace import TraceError
 from ubatch_guard.trace.audit import AuditOptions, audit_trace
 
 TRACES = Path(__file__).parent / "traces"
-MAX_MEGABYTES = 700
-"""That the process may grow by: a line of 16 MiB takes 350."""
+MAX_MEGABYTES = 1200
+"""That the process may grow by: a line of 16 MiB takes 350, a mirror of 2^26 blocks up to 805."""
 _SEED_BYTES = 6000
 _ODD_VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 3, 7, 63, 64, 2**16, 2**26, 2**31 - 1, 2**31, 2**64, 2**70, 10**4000),
@@ -165,7 +166,7 @@ def _outcome(path: Path, random: Random, name: str) -> str:
 
 
 def _example(random: Random, seeds: list[list[dict[str, Any]]]) -> bytes:
-    lines = json.loads(json.dumps(random.choice(seeds)))
+    lines = deepcopy(random.choice(seeds))
     for _ in range(random.choice([0, 1, 1, 2, 5])):
         _mutate(random, lines)
     text = b"".join(_encoded(line) + b"\n" for line in lines)
@@ -195,15 +196,15 @@ def _mutate(random: Random, lines: list[Any]) -> None:
     if kind < 0.15:
         del container[key]
     elif kind < 0.5:
-        container[key] = random.choice(_ODD_VALUES)
+        container[key] = deepcopy(random.choice(_ODD_VALUES))
     elif kind < 0.65 and type(container[key]) is int:
         container[key] += random.choice([-1, 1, 2, 16])
     elif kind < 0.85:
         other, place = random.choice(places)
-        # Copied, so that no value comes to hold itself.
-        container[key] = json.loads(json.dumps(other[place]))
+        # Copied, here and elsewhere, so that no value comes to hold itself.
+        container[key] = deepcopy(other[place])
     elif isinstance(container, list):
-        container.insert(random.randrange(len(container) + 1), json.loads(json.dumps(container[key])))
+        container.insert(random.randrange(len(container) + 1), deepcopy(container[key]))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -26,8 +26,15 @@ from ubatch_guard.trace import (
     TraceWriter,
     apply_changes,
 )
-from ubatch_guard.trace.format import MAX_LINE_BYTES, MAX_LINE_CONTAINERS
-from ubatch_guard.trace.replay import PlainRows, TooWideError
+from ubatch_guard.trace.format import (
+    MAX_BLOCKS,
+    MAX_GROUPS,
+    MAX_LINE_BYTES,
+    MAX_LINE_CONTAINERS,
+    MAX_ROW_ENTRIES,
+    MAX_UBATCHES,
+)
+from ubatch_guard.trace.replay import MAX_TABLE_ENTRIES, PlainRows, TooWideError
 
 TRACES = sorted((Path(__file__).parent / "traces").rglob("*.jsonl.gz"))
 
@@ -427,6 +434,15 @@ def test_a_step_wider_than_the_reference_can_take_is_refused(tmp_path: Path, mon
         both.request_ids = ("a", "b")
         with pytest.raises(TooWideError, match="2 rows and 3 columns"):
             replay.step(both)
+
+
+def test_the_documents_bounds_are_the_codes() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "trace-format.md").read_text()
+    assert f"{MAX_LINE_BYTES >> 20} MiB, with {MAX_LINE_CONTAINERS:,} opening" in text
+    assert f"| KV cache groups | {MAX_GROUPS} |" in text
+    assert f"| microbatches | 2 to {MAX_UBATCHES:,};" in text
+    assert MAX_BLOCKS == MAX_ROW_ENTRIES == MAX_TABLE_ENTRIES == 2**26
+    assert text.count("2^26") == 3
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
