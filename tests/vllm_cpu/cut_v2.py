@@ -1,8 +1,8 @@
 """Microbatches of Model Runner V2 (vLLM 0.30 and later) on a CPU, by vLLM's own ``UBatchRunner``.
 
 All that decides is vLLM's: the vote and the agreement of ranks (``dispatch_cg_and_sync_dp``), the DBO
-thresholds, the slices, ``UBatchRunner.prepare``, and ``UBatchRunner.run`` with a thread per microbatch. Put in
-its place:
+thresholds, the slices, ``UBatchRunner.prepare``, and ``UBatchRunner.run`` with a thread per microbatch. Put
+in its place:
 
 - Triton's kernels run in Triton's interpreter.
 - CUDA streams do nothing: a CPU does everything at once.

@@ -1,7 +1,7 @@
 """The page of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
 
-``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER. Sections
-of releases that none of them ran stay as they are.
+``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER.
+Sections of releases that none of them ran stay as they are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ FOLDER_VARIABLE = "UBATCH_OUTCOMES"
 _PREAMBLE = """\
 # Outcomes on the real vLLM engine
 
-Made by `make test-vllm`: vLLM on a CPU, a tiny random model, steps really cut into microbatches. V2's run by
-vLLM's own `UBatchRunner`, with its threads, after a vote by its own `dispatch_cg_and_sync_dp`; V1's run one after
-the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest five (to 1e-5),
-are not those of the whole run; where two tokens tie to within that, either will do. Each pair is requests wrong
-/ steps split. *Demoted*: requests, and tokens of their context, that `reorder` took from among the decodes. The
-threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its own."""
+Made by `make test-vllm`: vLLM on a CPU, a tiny random model, steps really cut into microbatches. V2's run
+by vLLM's own `UBatchRunner`, with its threads, after a vote by its own `dispatch_cg_and_sync_dp`; V1's run
+one after the other. A request counts as wrong when its tokens, or the log-probabilities of the likeliest
+five (to 1e-5), are not those of the whole run; where two tokens tie to within that, either will do. Each
+pair is requests wrong / steps split. *Demoted*: requests, and tokens of their context, that `reorder` took
+from among the decodes. The threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its
+own."""
 
 _HEADING = "## vLLM "
 

@@ -1,4 +1,4 @@
-"""V2 without the package, on the vLLM that is first on the path: ``python patched_run.py MODEL``; prints JSON.
+"""V2 without the package, on the vLLM first on the path: ``python patched_run.py MODEL``; prints JSON.
 
 The few-shot burst, in one go and in chunks, and decodes cut too.
 """

@@ -97,11 +97,10 @@ def test_states_are_never_taken_in_the_step_that_makes_them(
 ) -> None:
     """vLLM cannot cut a step of such a model: the guard votes on every step, and none is cut."""
     workload = case()
-    engine.min_tokens = 1_000_000
     engine.set(dbo=False, threshold=128)
     whole = engine.run(workload)
     # Under this threshold the other models have unsafe steps in all of these workloads.
-    engine.set(dbo=True, threshold=128, policy=Policy.REORDER, verify_every=1)
+    engine.set(dbo=True, threshold=128, min_tokens=1_000_000, policy=Policy.REORDER, verify_every=1)
     with scheduler_outputs(engine) as scheduled:
         run = engine.run(workload)
     guard = engine.guard

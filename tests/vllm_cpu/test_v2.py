@@ -87,3 +87,16 @@ def test_the_vote_reaches_dispatch(engine: Engine) -> None:
 
 def test_a_guard_switched_on_while_requests_run(engine: Engine) -> None:
     check_late_start(engine)
+
+
+def test_the_check_at_the_cut_finds_what_goes_wrong(engine: Engine) -> None:
+    """Where the guard only observes, the one unsafe step is cut, and found by what it really reads."""
+    workload = workloads.few_shot("20-60")
+    engine.set(dbo=False)
+    whole = engine.run(workload)
+    engine.set(dbo=True, policy=Policy.OBSERVE, verify_every=1, min_tokens=2)
+    observed = engine.run(workload)
+    counters = engine.guard.counters
+    assert observed.num_wrong(whole) >= 6
+    assert observed.steps.split == observed.steps.eligible == counters.verified > 1
+    assert counters.verify_findings == counters.unsafe.total() == 1
