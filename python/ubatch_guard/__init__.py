@@ -4,7 +4,9 @@
 """
 
 from ubatch_guard._core import (
+    AllocationError,
     BlockIdError,
+    BusyError,
     DtypeError,
     DuplicateRequestError,
     GroupError,
@@ -34,7 +36,9 @@ from ubatch_guard.step import (
 )
 
 __all__ = [
+    "AllocationError",
     "BlockIdError",
+    "BusyError",
     "CutRange",
     "DtypeError",
     "DuplicateRequestError",
