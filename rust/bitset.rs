@@ -1,7 +1,9 @@
 //! Set of block ids, with a search for its members in long rows.
 
-use fixedbitset::FixedBitSet;
 use multiversion::multiversion;
+
+use crate::error::Result;
+use crate::memory::zeroed;
 
 /// A set of block ids below a fixed bound, and the range they span.
 ///
@@ -10,16 +12,20 @@ use multiversion::multiversion;
 /// the speed of memory, while a look into the bits costs a dependent load per id.
 #[derive(Debug)]
 pub struct BlockSet {
-    bits: FixedBitSet,
+    words: Vec<usize>,
+    num_blocks: u32,
     low: u32,
     high: u32,
 }
 
 impl BlockSet {
     /// An empty set of ids below `num_blocks`.
-    #[must_use]
-    pub fn new(num_blocks: u32) -> Self {
-        Self { bits: FixedBitSet::with_capacity(num_blocks as usize), low: u32::MAX, high: 0 }
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::error::Error::Memory).
+    pub fn new(num_blocks: u32) -> Result<Self> {
+        let words = zeroed((num_blocks as usize).div_ceil(WORD))?;
+        Ok(Self { words, num_blocks, low: u32::MAX, high: 0 })
     }
 
     /// Whether no id is in the set.
@@ -33,7 +39,7 @@ impl BlockSet {
     #[inline]
     #[must_use]
     pub fn contains(&self, block: u32) -> bool {
-        self.bits.contains(block as usize)
+        self.words.get(block as usize / WORD).is_some_and(|word| (word >> (block as usize % WORD)) & 1 == 1)
     }
 
     /// Add an id below the bound; whether it is new.
@@ -41,13 +47,16 @@ impl BlockSet {
     pub fn insert(&mut self, block: u32) -> bool {
         self.low = self.low.min(block);
         self.high = self.high.max(block);
-        !self.bits.put(block as usize)
+        let (word, bit) = (&mut self.words[block as usize / WORD], 1 << (block as usize % WORD));
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
     }
 
     /// Empty the set, given (at least) the ids in it: the bits of a large pool are not worth a sweep per step.
     pub fn clear(&mut self, members: impl Iterator<Item = u32>) {
         for block in members {
-            self.bits.set(block as usize, false);
+            self.words[block as usize / WORD] &= !(1 << (block as usize % WORD));
         }
         (self.low, self.high) = (u32::MAX, 0);
     }
@@ -55,7 +64,7 @@ impl BlockSet {
     /// Bytes of heap memory held.
     #[must_use]
     pub fn nbytes(&self) -> usize {
-        self.bits.len().div_ceil(8)
+        size_of_val(&*self.words)
     }
 
     /// The first place at or after `from` whose id is in the set or outside the pool.
@@ -73,7 +82,7 @@ impl BlockSet {
     /// Whether an id is in the set or outside the pool.
     #[inline]
     fn is_suspect(&self, id: i64) -> bool {
-        usize::try_from(id).map_or(true, |id| id >= self.bits.len() || self.bits.contains(id))
+        u32::try_from(id).map_or(true, |id| id >= self.num_blocks || self.contains(id))
     }
 }
 
@@ -100,8 +109,8 @@ macro_rules! block_id {
         fn $find(ids: &[$int], set: &BlockSet) -> Option<usize> {
             let low = <$unsigned>::from(set.low);
             let width = if set.is_empty() { 0 } else { <$unsigned>::from(set.high - set.low + 1) };
-            let num_blocks = <$unsigned>::try_from(set.bits.len()).unwrap_or(<$unsigned>::MAX);
-            let words = set.bits.as_slice();
+            let num_blocks = <$unsigned>::from(set.num_blocks);
+            let words = &set.words[..];
             let (chunks, rest) = ids.as_chunks::<CHUNK>();
             for (index, chunk) in chunks.iter().enumerate() {
                 let (mut within, mut top) = (false, 0);

@@ -13,6 +13,12 @@ pub enum Error {
         /// What is wrong with it, with the value.
         what: String,
     },
+    /// Memory that could not be had.
+    #[error("no memory for {bytes} bytes")]
+    Memory {
+        /// How much was asked for.
+        bytes: usize,
+    },
     /// Arrays that should have one entry a request, or one a group, and do not.
     #[error("{what}: length {found}, expected {expected}")]
     Length {

@@ -8,6 +8,7 @@ use std::ops::{ControlFlow, Range};
 
 use crate::bitset::{BlockId, BlockSet};
 use crate::error::{Error, Result};
+use crate::memory::zeroed;
 use crate::step::{Batch, Group, Request, Row, Tables, columns};
 
 /// A maximal range of unsafe cuts, and the culprits that make its first cut unsafe.
@@ -64,6 +65,8 @@ struct Write {
     column: u32,
     /// Index + 1 of the write to the same block before this one; 0: none.
     previous: u32,
+    /// Of the latest write to a block: position + 1 of the reader that was shown all there are; 0: nobody yet.
+    shown_to: u32,
 }
 
 /// The blocks of one group that requests of this step write.
@@ -80,8 +83,9 @@ struct Written {
 }
 
 impl Written {
-    fn new(num_blocks: u32) -> Self {
-        Self { blocks: BlockSet::new(num_blocks), writes: Vec::new(), latest: Vec::new(), indexed: 0, since: u32::MAX }
+    fn new(num_blocks: u32) -> Result<Self> {
+        let blocks = BlockSet::new(num_blocks)?;
+        Ok(Self { blocks, writes: Vec::new(), latest: Vec::new(), indexed: 0, since: u32::MAX })
     }
 
     fn clear(&mut self) {
@@ -96,23 +100,55 @@ impl Written {
         // 1 stands for "not the first": the index is filled later.
         let previous = u32::from(!self.blocks.insert(block));
         #[expect(clippy::cast_possible_truncation, reason = "a batch has fewer than 2^31 requests")]
-        self.writes.push(Write { block, request: request as u32, column, previous });
+        self.writes.push(Write { block, request: request as u32, column, previous, shown_to: 0 });
         self.since = self.since.min(since);
     }
 
-    /// The writes to a member of `blocks`.
-    fn to(&mut self, block: u32, num_blocks: u32) -> impl Iterator<Item = Write> + '_ {
-        if self.latest.is_empty() {
-            self.latest.resize(num_blocks as usize, 0);
+    /// Make room for the index before the first search.
+    fn prepare(&mut self, num_blocks: u32) -> Result<()> {
+        if self.latest.is_empty() && !self.blocks.is_empty() {
+            self.latest = zeroed(num_blocks as usize)?;
         }
-        // A slice and no `skip`, which would walk past all that is indexed at every hit.
-        for write in &mut self.writes[self.indexed as usize..] {
-            self.indexed += 1;
+        Ok(())
+    }
+
+    /// Link the writes that came since the last search to those before them.
+    fn index(&mut self, group: &Group, requests: &[Request]) {
+        // By number and no `skip`, which would walk past all that is indexed at every hit.
+        while let Some(&write) = self.writes.get(self.indexed as usize) {
             let latest = &mut self.latest[write.block as usize];
-            write.previous = if write.previous == 0 { 0 } else { *latest };
+            let previous = if write.previous == 0 { 0 } else { *latest };
+            self.indexed += 1;
             *latest = self.indexed;
+            // A request that writes every slot of a block again: what it wrote there before is nobody's last write.
+            let again = previous
+                .checked_sub(1)
+                .map(|index| self.writes[index as usize])
+                .filter(|before| before.request == write.request && is_whole(group, &slots_of(group, requests, write)));
+            self.writes[self.indexed as usize - 1].previous = again.map_or(previous, |before| before.previous);
         }
+    }
+
+    /// The writes to a member of `blocks`, for a reader that reads `slots` of it; none where it was shown them all before.
+    fn to(
+        &mut self,
+        block: u32,
+        group: &Group,
+        requests: &[Request],
+        reader: usize,
+        slots: &Range<u32>,
+    ) -> impl Iterator<Item = Write> + '_ {
+        self.index(group, requests);
         let mut index = self.latest[block as usize];
+        // A row may hold a block in many columns. All but the first and the last read every slot: once is enough.
+        #[expect(clippy::cast_possible_truncation, reason = "a batch has fewer than 2^31 requests")]
+        let reader = reader as u32 + 1;
+        let latest = &mut self.writes[index as usize - 1];
+        if latest.shown_to == reader {
+            index = 0;
+        } else if is_whole(group, slots) {
+            latest.shown_to = reader;
+        }
         std::iter::from_fn(move || {
             let write = *self.writes.get(index.checked_sub(1)? as usize)?;
             index = write.previous;
@@ -132,12 +168,12 @@ impl Checker {
     /// A checker for an engine with these KV cache groups.
     ///
     /// # Errors
-    /// [`Error::Group`].
+    /// [`Error::Group`] or [`Error::Memory`].
     pub fn new(groups: Vec<Group>) -> Result<Self> {
         for (index, group) in groups.iter().enumerate() {
             group.validate(index)?;
         }
-        let written = groups.iter().map(|group| Written::new(group.num_blocks)).collect();
+        let written = groups.iter().map(|group| Written::new(group.num_blocks)).collect::<Result<_>>()?;
         Ok(Self { groups, written })
     }
 
@@ -264,9 +300,10 @@ impl Checker {
             }
             for (position, request) in requests.iter().enumerate() {
                 let flow = scan_reads(tables, index, group, written, position, request, |written, column, block| {
-                    for write in written.to(block, group.num_blocks) {
+                    let read = slots(group, column, &request.reads(group));
+                    for write in written.to(block, group, requests, position, &read) {
                         let writer = write.request as usize;
-                        if writer != position && last_shared_slot(group, requests, position, column, write).is_some() {
+                        if writer != position && last_shared_slot(group, requests, &read, write).is_some() {
                             report(position, writer);
                         }
                     }
@@ -305,7 +342,7 @@ fn insert_writes<T: Tables + ?Sized>(
     } else if request.offset + request.scheduled <= from {
         touched.end
     } else {
-        group.column(request.computed + (from - request.offset)).max(touched.start)
+        group.column(request.computed + (from - request.offset))
     };
     let looked_at = if T::TRUSTED { first_late..touched.end } else { touched };
     for column in looked_at {
@@ -352,6 +389,7 @@ fn scan_reads<T: Tables + ?Sized>(
     if read.is_empty() {
         return Ok(ControlFlow::Continue(()));
     }
+    written.prepare(group.num_blocks)?;
     let row = tables.row(index, position);
     if row.len() < read.end as usize {
         return Err(too_short(tables, index, position, read.end - 1));
@@ -449,26 +487,38 @@ fn furthest_write(
     column: u32,
     block: u32,
 ) -> Option<(u32, usize)> {
+    let read = slots(group, column, &requests[reader].reads(group));
     written
-        .to(block, group.num_blocks)
+        .to(block, group, requests, reader, &read)
         .filter_map(|write| {
-            let last = last_shared_slot(group, requests, reader, column, write)?;
+            let last = last_shared_slot(group, requests, &read, write)?;
             Some((last, write.request as usize))
         })
         .max_by_key(|&(last, _)| last)
 }
 
-/// Offset of the last token of a write that goes to a slot which the reader, holding the block in `column`, reads.
+/// Offset of the last token of a write that goes to one of the slots `read`.
 #[inline]
-fn last_shared_slot(group: &Group, requests: &[Request], reader: usize, column: u32, write: Write) -> Option<u32> {
+fn last_shared_slot(group: &Group, requests: &[Request], read: &Range<u32>, write: Write) -> Option<u32> {
     let writer = &requests[write.request as usize];
-    let read = slots(group, column, &requests[reader].reads(group));
-    let written = slots(group, write.column, &writer.writes());
+    let written = slots_of(group, requests, write);
     let end = read.end.min(written.end);
     if read.start.max(written.start) >= end {
         return None;
     }
     Some(writer.offset_of(write.column * group.tokens_per_column + end - 1))
+}
+
+/// The slots that a write goes to.
+#[inline]
+fn slots_of(group: &Group, requests: &[Request], write: Write) -> Range<u32> {
+    slots(group, write.column, &requests[write.request as usize].writes())
+}
+
+/// Whether these are all slots of a block.
+#[inline]
+fn is_whole(group: &Group, slots: &Range<u32>) -> bool {
+    slots.start == 0 && slots.end == group.tokens_per_column
 }
 
 /// The slots of a column's block that a range of positions covers.

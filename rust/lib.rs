@@ -6,6 +6,7 @@ pub mod bitset;
 pub mod error;
 pub mod floor;
 pub mod hazard;
+mod memory;
 pub mod mirror;
 pub mod order;
 #[cfg(feature = "python")]

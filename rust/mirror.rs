@@ -9,17 +9,13 @@
 
 use crate::error::{Error, Result};
 use crate::hazard::{Checker, Cuts, UnsafeCuts};
+use crate::memory::{reserve, zeroed};
 use crate::order::{Order, Planner};
 use crate::step::{Batch, Group, Row, Table, Tables, columns, same_length};
 
-/// How a block is used.
-#[derive(Debug, Clone, Copy, Default)]
-struct Use {
-    /// Row entries that hold the block.
-    entries: u32,
-    /// Time at which `entries` last rose from 0.
-    since: u32,
-}
+/// How a block is used: the row entries that hold it, and the time at which their number last rose from 0. A tuple, for
+/// [`zeroed`].
+type Use = (u32, u32);
 
 /// The row of a request in one group.
 #[derive(Debug, Default)]
@@ -95,7 +91,7 @@ impl BatchRows<'_> {
                 };
                 for &id in ids {
                     // The null block has no entries, or no place in the pool.
-                    shared |= uses.get(id.cast_unsigned() as usize).is_some_and(|used| used.entries > 1);
+                    shared |= uses.get(id.cast_unsigned() as usize).is_some_and(|&(entries, _)| entries > 1);
                 }
             }
             if shared {
@@ -121,8 +117,8 @@ impl Tables for BatchRows<'_> {
 
     #[inline]
     fn shared_since(&self, group: usize, block: u32) -> Option<u32> {
-        let used = self.rows.uses[group][block as usize];
-        (used.entries > 1).then_some(used.since)
+        let (entries, since) = self.rows.uses[group][block as usize];
+        (entries > 1).then_some(since)
     }
 
     #[inline]
@@ -142,13 +138,13 @@ impl Mirror {
     /// A mirror without rows for an engine with these KV cache groups.
     ///
     /// # Errors
-    /// [`Error::Group`].
+    /// [`Error::Group`] or [`Error::Memory`].
     pub fn new(groups: Vec<Group>) -> Result<Self> {
         let checker = Checker::new(groups)?;
         let groups = checker.groups();
         let rows = Rows {
             histories: groups.iter().map(|_| Vec::new()).collect(),
-            uses: groups.iter().map(|group| vec![Use::default(); group.num_blocks as usize]).collect(),
+            uses: groups.iter().map(|group| zeroed(group.num_blocks as usize)).collect::<Result<_>>()?,
             seen: Vec::new(),
             vacant: Vec::new(),
             time: 0,
@@ -176,15 +172,20 @@ impl Mirror {
     /// [`Mirror::replace`]. Each group is staged anew for each change.
     ///
     /// # Errors
-    /// [`Error::BlockId`], with the `request` as given.
+    /// [`Error::BlockId`], with the `request` as given; [`Error::Memory`].
     pub fn stage(&mut self, request: usize, group: usize, ids: impl Iterator<Item = i64>) -> Result<()> {
         let rules = &self.checker.groups()[group];
         let staged = &mut self.staged[group];
         staged.clear();
-        staged.reserve(ids.size_hint().0);
+        reserve(staged, ids.size_hint().0)?;
         for (column, block) in ids.enumerate() {
             match i32::try_from(block) {
-                Ok(id) if id.cast_unsigned() < rules.num_blocks || rules.null_block == Some(block) => staged.push(id),
+                Ok(id) if id.cast_unsigned() < rules.num_blocks || rules.null_block == Some(block) => {
+                    if staged.len() == staged.capacity() {
+                        reserve(staged, 1)?;
+                    }
+                    staged.push(id);
+                }
                 _ => {
                     let num_blocks = rules.num_blocks;
                     return Err(Error::BlockId { group, request, column, block, num_blocks });
@@ -195,21 +196,27 @@ impl Mirror {
     }
 
     /// A new request with the staged rows; its slot.
-    pub fn add(&mut self) -> usize {
-        let slot = self.rows.vacant.pop().unwrap_or_else(|| {
-            self.rows.seen.push(VACANT);
-            for rows in &mut self.rows.histories {
-                rows.push(History::default());
-            }
-            self.rows.seen.len() - 1
-        });
+    ///
+    /// # Errors
+    /// [`Error::Memory`]; nothing has changed then. So it is with the two changes below.
+    pub fn add(&mut self) -> Result<usize> {
+        let slot = match self.rows.vacant.pop() {
+            Some(slot) => slot,
+            None => self.rows.grow()?,
+        };
+        self.append(slot).inspect_err(|_| self.rows.vacant.push(slot))?;
         self.rows.seen[slot] = 0;
-        self.append(slot);
-        slot
+        Ok(slot)
     }
 
     /// Add the staged blocks to the ends of the rows of the request in a slot.
-    pub fn append(&mut self, slot: usize) {
+    ///
+    /// # Errors
+    /// As [`Mirror::add`].
+    pub fn append(&mut self, slot: usize) -> Result<()> {
+        for (rows, staged) in self.rows.histories.iter_mut().zip(&self.staged) {
+            reserve(&mut rows[slot].ids, staged.len())?;
+        }
         let time = self.rows.tick();
         let groups = self.checker.groups().iter().zip(&mut self.rows.histories).zip(&mut self.rows.uses);
         for (((group, rows), uses), staged) in groups.zip(&mut self.staged) {
@@ -217,11 +224,11 @@ impl Mirror {
                 continue;
             }
             for &id in &*staged {
-                if let Some(used) = counted(uses, group, id) {
-                    if used.entries == 0 {
-                        used.since = time;
+                if let Some((entries, since)) = counted(uses, group, id) {
+                    if *entries == 0 {
+                        *since = time;
                     }
-                    used.entries += 1;
+                    *entries += 1;
                 }
             }
             let history = &mut rows[slot];
@@ -234,17 +241,39 @@ impl Mirror {
             history.grown = time;
             history.ids.append(staged);
         }
+        Ok(())
     }
 
     /// Give the request in a slot the staged rows instead of those it has.
-    pub fn replace(&mut self, slot: usize) {
-        self.rows.release(self.checker.groups(), slot);
-        self.append(slot);
+    ///
+    /// # Errors
+    /// As [`Mirror::add`].
+    pub fn replace(&mut self, slot: usize) -> Result<()> {
+        for (rows, staged) in self.rows.histories.iter_mut().zip(&self.staged) {
+            reserve(&mut rows[slot].ids, staged.len())?;
+        }
+        for group in 0..self.groups().len() {
+            self.truncate(slot, group, 0);
+        }
+        self.append(slot)
+    }
+
+    /// Shorten a row: what an [`Mirror::append`] added goes.
+    pub fn truncate(&mut self, slot: usize, group: usize, len: usize) {
+        let (rules, uses) = (&self.checker.groups()[group], &mut self.rows.uses[group]);
+        for id in self.rows.histories[group][slot].ids.drain(len..) {
+            if let Some((entries, _)) = counted(uses, rules, id) {
+                *entries -= 1;
+            }
+        }
     }
 
     /// The request in a slot goes, and the slot is vacant.
     pub fn free(&mut self, slot: usize) {
-        self.rows.release(self.checker.groups(), slot);
+        for group in 0..self.groups().len() {
+            self.truncate(slot, group, 0);
+            self.rows.histories[group][slot] = History::default();
+        }
         self.rows.seen[slot] = VACANT;
         self.rows.vacant.push(slot);
     }
@@ -371,8 +400,8 @@ impl Rows {
     fn tick(&mut self) -> u32 {
         if self.time == u32::MAX {
             // Begin again, with everything that is there as old as can be: no row is then taken to be older than a block.
-            for used in self.uses.iter_mut().flatten() {
-                used.since = 0;
+            for (_, since) in self.uses.iter_mut().flatten() {
+                *since = 0;
             }
             for row in self.histories.iter_mut().flatten() {
                 (row.grown, row.grown_before, row.len_before) = (0, 0, 0);
@@ -383,15 +412,20 @@ impl Rows {
         self.time
     }
 
-    fn release(&mut self, groups: &[Group], slot: usize) {
-        for ((group, rows), uses) in groups.iter().zip(&mut self.histories).zip(&mut self.uses) {
-            let history = std::mem::take(&mut rows[slot]);
-            for id in history.ids {
-                if let Some(used) = counted(uses, group, id) {
-                    used.entries -= 1;
-                }
-            }
+    /// One more slot, vacant.
+    fn grow(&mut self) -> Result<usize> {
+        let slot = self.seen.len();
+        // Every slot may be vacant at once.
+        reserve(&mut self.vacant, slot + 1)?;
+        reserve(&mut self.seen, 1)?;
+        for rows in &mut self.histories {
+            reserve(rows, 1)?;
         }
+        self.seen.push(VACANT);
+        for rows in &mut self.histories {
+            rows.push(History::default());
+        }
+        Ok(slot)
     }
 }
 
@@ -458,10 +492,11 @@ mod tests {
                 let id = i64::try_from(random(12)).unwrap();
                 mirror.stage(0, 0, [id].into_iter()).unwrap();
                 if slots.len() < 4 {
-                    slots.push(i32::try_from(mirror.add()).unwrap());
+                    slots.push(i32::try_from(mirror.add().unwrap()).unwrap());
                 } else {
                     let slot = slots[usize::try_from(random(4)).unwrap()].cast_unsigned() as usize;
                     if mirror.row(slot, 0).len() == COLUMNS { mirror.replace(slot) } else { mirror.append(slot) }
+                        .unwrap();
                 }
                 let [ours, theirs] = both(&mut mirror, &slots);
                 assert_eq!(ours, theirs);
@@ -475,7 +510,7 @@ mod tests {
     #[test]
     fn batches_are_counted_anew() {
         let mut mirror = Mirror::new(vec![group()]).unwrap();
-        let [first, gone] = [mirror.add(), mirror.add()].map(|slot| i32::try_from(slot).unwrap());
+        let [first, gone] = [mirror.add(), mirror.add()].map(|slot| i32::try_from(slot.unwrap()).unwrap());
         mirror.free(gone.cast_unsigned() as usize);
         mirror.batch = VACANT - 3;
         let mut batch = Batch::default();

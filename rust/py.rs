@@ -7,8 +7,10 @@ use numpy::{
     Element, IntoPyArray, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyReadonlyArray1,
     PyReadonlyArray2, PyUntypedArrayMethods,
 };
-use pyo3::exceptions::{PyOverflowError, PyRuntimeError, PyValueError};
+use pyo3::PyClass;
+use pyo3::exceptions::{PyOverflowError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::pyclass::boolean_struct::False;
 use pyo3::types::{PyDict, PyList};
 use pyo3::{create_exception, ffi, intern};
 use smallvec::SmallVec;
@@ -16,6 +18,7 @@ use smallvec::SmallVec;
 use crate::error::Error;
 use crate::floor;
 use crate::hazard::{self, Cuts, UnsafeCuts};
+use crate::memory;
 use crate::mirror;
 use crate::order::{Order, Planner};
 use crate::step::{Batch, Group, Table, rows_reach};
@@ -59,6 +62,18 @@ create_exception!(
     GuardError,
     "A request id that the mirror holds already, or that stands twice in a batch."
 );
+create_exception!(
+    ubatch_guard,
+    AllocationError,
+    GuardError,
+    "Memory that could not be had, for a pool or a row that is too large; nothing has changed."
+);
+create_exception!(
+    ubatch_guard,
+    BusyError,
+    GuardError,
+    "The object is in use: by another thread, or by the very call whose arguments call it."
+);
 create_exception!(ubatch_guard, InternalError, PyRuntimeError, "A defect of the guard itself.");
 
 impl From<Error> for PyErr {
@@ -70,6 +85,7 @@ impl From<Error> for PyErr {
             Error::NegativeTokens { .. } | Error::ReadsTooLittle { .. } | Error::TooManyTokens { .. } => {
                 TokenCountError::new_err(message)
             }
+            Error::Memory { .. } => AllocationError::new_err(message),
             Error::BlockId { .. } => BlockIdError::new_err(message),
             Error::Phase { .. } => PhaseError::new_err(message),
             Error::UnknownSlot { .. } => UnknownRequestError::new_err(message),
@@ -85,6 +101,25 @@ fn contained<T>(body: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
         let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
         Err(InternalError::new_err(text.unwrap_or("panic").to_owned()))
     })
+}
+
+/// Run `body` with the object for itself.
+fn exclusive<C, T>(object: &Bound<'_, C>, body: impl FnOnce(&mut C) -> PyResult<T>) -> PyResult<T>
+where
+    C: PyClass<Frozen = False>,
+{
+    contained(|| body(&mut *object.try_borrow_mut().map_err(|_| busy(object))?))
+}
+
+/// Run `body` with the object, which it does not change.
+fn shared<C: PyClass, T>(object: &Bound<'_, C>, body: impl FnOnce(&C) -> PyResult<T>) -> PyResult<T> {
+    contained(|| body(&*object.try_borrow().map_err(|_| busy(object))?))
+}
+
+#[cold]
+fn busy(object: &Bound<'_, impl PyClass>) -> PyErr {
+    let name = object.as_any().get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
+    BusyError::new_err(format!("the {name} is in use by another call"))
 }
 
 /// (first, last, reader, writer, group, block)
@@ -275,6 +310,9 @@ impl<'py> Ids<'py> {
     }
 }
 
+/// From so many block ids on, a question lets other Python threads run: reading them takes longer than letting go.
+const MANY_IDS: usize = 1 << 16;
+
 /// Engines have one or two KV cache groups, seldom more: up to this many tables take no memory from the heap.
 const FEW: usize = 4;
 
@@ -295,14 +333,22 @@ impl Checker {
         counts: [&Bound<'_, PyAny>; 2],
         settled: Option<&Bound<'_, PyAny>>,
         read: Option<&Bound<'_, PyAny>>,
-        question: impl FnOnce(&mut Self, &[Table<'_>]) -> crate::error::Result<T>,
-    ) -> PyResult<T> {
+        question: impl FnOnce(&mut Self, &[Table<'_>]) -> crate::error::Result<T> + Send,
+    ) -> PyResult<T>
+    where
+        T: Send,
+    {
         fill(&mut self.batch, counts[0], counts[1], settled, read)?;
         let ids: SmallVec<[Ids<'_>; FEW]> =
             block_tables.try_iter()?.map(|table| Ids::borrow(&table?)).collect::<PyResult<_>>()?;
         let tables: SmallVec<[Table<'_>; FEW]> = ids.iter().map(Ids::table).collect();
         rows_reach(self.core.groups(), &tables, &self.batch)?;
-        Ok(question(self, &tables)?)
+        let num_reqs = self.batch.requests().len();
+        let num_ids: usize = tables.iter().map(|table| num_reqs.saturating_mul(table.num_columns())).sum();
+        if num_ids < MANY_IDS {
+            return Ok(question(self, &tables)?);
+        }
+        Ok(block_tables.py().detach(|| question(self, &tables))?)
     }
 }
 
@@ -317,7 +363,7 @@ impl Checker {
 
     #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
     fn is_safe(
-        &mut self,
+        slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -326,8 +372,8 @@ impl Checker {
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        contained(|| {
-            self.ask(
+        exclusive(slf, |this| {
+            this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
                 num_settled_tokens,
@@ -339,7 +385,7 @@ impl Checker {
 
     #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
     fn unsafe_cuts(
-        &mut self,
+        slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -348,8 +394,8 @@ impl Checker {
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
-        contained(|| {
-            self.ask(
+        exclusive(slf, |this| {
+            this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
                 num_settled_tokens,
@@ -364,7 +410,7 @@ impl Checker {
 
     #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None, num_read_tokens=None))]
     fn order(
-        &mut self,
+        slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -373,9 +419,9 @@ impl Checker {
         short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
-        contained(|| {
+        exclusive(slf, |this| {
             let phases = phases.map(self::phases).transpose()?;
-            self.ask(
+            this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
                 num_settled_tokens,
@@ -400,6 +446,9 @@ fn phases(object: &Bound<'_, PyAny>) -> PyResult<Vec<i8>> {
     Ok(array.try_readonly()?.as_array().to_vec())
 }
 
+/// Slots that memory is taken for before the ids are seen.
+const FEW_SLOTS: usize = 1 << 12;
+
 /// Block tables of the live requests on the host, with a count per block of the rows that hold it.
 #[pyclass(module = "ubatch_guard._core")]
 struct Mirror {
@@ -409,7 +458,8 @@ struct Mirror {
     batch: Batch,
     found: Vec<UnsafeCuts>,
     planner: Planner,
-    ids: Vec<i64>,
+    /// Slot, group and length before it of each row that the latest call appended to.
+    appended: Vec<(usize, usize, usize)>,
 }
 
 impl Mirror {
@@ -447,11 +497,15 @@ impl Mirror {
             {
                 return Ok(());
             }
-            self.ids.clear();
-            for id in row.try_iter()? {
-                self.ids.push(block_id(&id?)?);
+            let mut wrong = None;
+            let ids = row
+                .try_iter()?
+                .map_while(|id| id.and_then(|id| block_id(&id)).map_err(|error| wrong = Some(error)).ok());
+            let staged = self.core.stage(0, group, ids);
+            if let Some(error) = wrong {
+                return Err(error);
             }
-            self.core.stage(0, group, self.ids.iter().copied())
+            staged
         };
         match staged {
             Err(Error::BlockId { column, block, num_blocks, .. }) => Err(BlockIdError::new_err(format!(
@@ -466,8 +520,17 @@ impl Mirror {
     fn append_rows(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
         let slot = self.slot(request_id)?;
         self.stage(request_id, rows)?;
-        self.core.append(slot);
-        Ok(())
+        for group in 0..self.core.groups().len() {
+            self.appended.push((slot, group, self.core.row(slot, group).len()));
+        }
+        Ok(self.core.append(slot)?)
+    }
+
+    /// Take back what was appended since the list of it was cleared.
+    fn take_back(&mut self) {
+        for (slot, group, len) in self.appended.drain(..).rev() {
+            self.core.truncate(slot, group, len);
+        }
     }
 }
 
@@ -482,7 +545,7 @@ fn plain_ids(list: &Bound<'_, PyList>) -> impl Iterator<Item = i64> {
     (0..list.len()).map(|index| {
         // SAFETY: `list` is a list and the thread is attached to the interpreter. `PyList_GetItem` checks the index
         // itself. The reference it lends is used only for an exact int, whose conversion runs no Python code that could
-        // take the item out of the list.
+        // take the item out of the list; nor can another thread, which would need the GIL (`gil_used` below).
         unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), index.cast_signed());
             if !item.is_null() && ffi::PyLong_CheckExact(item) != 0 {
@@ -507,11 +570,12 @@ fn text_of(object: &Bound<'_, PyAny>) -> String {
 
 fn block_id(id: &Bound<'_, PyAny>) -> PyResult<i64> {
     id.extract().map_err(|error: PyErr| {
-        let text = text_of(id);
         if error.is_instance_of::<PyOverflowError>(id.py()) {
-            BlockIdError::new_err(format!("block id {text} has more than 31 bits"))
+            BlockIdError::new_err(format!("block id {} has more than 31 bits", text_of(id)))
+        } else if error.is_instance_of::<PyTypeError>(id.py()) {
+            DtypeError::new_err(format!("block id {} is no integer", text_of(id)))
         } else {
-            DtypeError::new_err(format!("block id {text} is no integer"))
+            error
         }
     })
 }
@@ -537,77 +601,85 @@ impl Mirror {
             batch: Batch::default(),
             found: Vec::new(),
             planner: Planner::default(),
-            ids: Vec::new(),
+            appended: Vec::new(),
         })
     }
 
-    fn __len__(&self, py: Python<'_>) -> usize {
-        self.slots.bind(py).len()
+    fn __len__(slf: &Bound<'_, Self>) -> PyResult<usize> {
+        shared(slf, |this| Ok(this.slots.bind(slf.py()).len()))
     }
 
-    fn __contains__(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.slots.bind(request_id.py()).contains(request_id)
+    fn __contains__(slf: &Bound<'_, Self>, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
+        shared(slf, |this| this.slots.bind(slf.py()).contains(request_id))
     }
 
     #[getter]
-    fn nbytes(&self) -> usize {
-        self.core.nbytes()
+    fn nbytes(slf: &Bound<'_, Self>) -> PyResult<usize> {
+        shared(slf, |this| Ok(this.core.nbytes()))
     }
 
-    fn add(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        contained(|| {
-            let slots = self.slots.clone_ref(request_id.py()).into_bound(request_id.py());
+    fn add(slf: &Bound<'_, Self>, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
+        exclusive(slf, |this| {
+            let slots = this.slots.clone_ref(request_id.py()).into_bound(request_id.py());
             if slots.contains(request_id)? {
                 return Err(DuplicateRequestError::new_err(format!("request {} is there already", request_id.repr()?)));
             }
-            self.stage(request_id, rows)?;
-            slots.set_item(request_id, self.core.add())
+            this.stage(request_id, rows)?;
+            let slot = this.core.add()?;
+            // The id's own code runs once more and may fail this time.
+            slots.set_item(request_id, slot).inspect_err(|_| this.core.free(slot))
         })
     }
 
-    fn replace(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        contained(|| {
-            let slot = self.slot(request_id)?;
-            self.stage(request_id, rows)?;
-            self.core.replace(slot);
-            Ok(())
+    fn replace(slf: &Bound<'_, Self>, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
+        exclusive(slf, |this| {
+            let slot = this.slot(request_id)?;
+            this.stage(request_id, rows)?;
+            Ok(this.core.replace(slot)?)
         })
     }
 
-    fn append(&mut self, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        contained(|| self.append_rows(request_id, rows))
+    fn append(slf: &Bound<'_, Self>, request_id: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
+        exclusive(slf, |this| {
+            this.appended.clear();
+            this.append_rows(request_id, rows)
+        })
     }
 
-    fn append_each(&mut self, request_ids: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        contained(|| {
+    fn append_each(slf: &Bound<'_, Self>, request_ids: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
+        exclusive(slf, |this| {
             let (ids, new) = (request_ids.len()?, rows.len()?);
             if ids != new {
                 return Err(ShapeError::new_err(format!("rows: length {new}, expected {ids}")));
             }
-            for (request_id, rows) in request_ids.try_iter()?.zip(rows.try_iter()?) {
-                let rows = rows?;
-                if !rows.is_none() {
-                    self.append_rows(&request_id?, &rows)?;
+            this.appended.clear();
+            let mut append_all = || {
+                for (request_id, rows) in request_ids.try_iter()?.zip(rows.try_iter()?) {
+                    let rows = rows?;
+                    if !rows.is_none() {
+                        this.append_rows(&request_id?, &rows)?;
+                    }
                 }
-            }
+                Ok(())
+            };
+            append_all().inspect_err(|_| this.take_back())
+        })
+    }
+
+    fn free(slf: &Bound<'_, Self>, request_id: &Bound<'_, PyAny>) -> PyResult<()> {
+        exclusive(slf, |this| {
+            let slot = this.slot(request_id)?;
+            this.slots.bind(request_id.py()).del_item(request_id)?;
+            this.core.free(slot);
             Ok(())
         })
     }
 
-    fn free(&mut self, request_id: &Bound<'_, PyAny>) -> PyResult<()> {
-        contained(|| {
-            let slot = self.slot(request_id)?;
-            self.slots.bind(request_id.py()).del_item(request_id)?;
-            self.core.free(slot);
-            Ok(())
-        })
-    }
-
-    fn clear(&mut self, py: Python<'_>) -> PyResult<()> {
-        contained(|| {
-            let slots = self.slots.bind(py);
+    fn clear(slf: &Bound<'_, Self>, py: Python<'_>) -> PyResult<()> {
+        exclusive(slf, |this| {
+            let slots = this.slots.bind(py);
             for slot in slots.values() {
-                self.core.free(slot.extract()?);
+                this.core.free(slot.extract()?);
             }
             slots.clear();
             Ok(())
@@ -615,36 +687,49 @@ impl Mirror {
     }
 
     #[pyo3(signature = (request_ids, *, missing=false))]
-    fn slots<'py>(&self, request_ids: &Bound<'py, PyAny>, missing: bool) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        contained(|| {
-            let known = self.slots.bind(request_ids.py());
-            let mut slots = Vec::with_capacity(request_ids.len()?);
+    fn slots<'py>(
+        slf: &Bound<'_, Self>,
+        request_ids: &Bound<'py, PyAny>,
+        missing: bool,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        shared(slf, |this| {
+            let known = this.slots.bind(request_ids.py());
+            // A length is not believed: there may be no end to a range, and an unknown id at its start.
+            let mut slots = Vec::with_capacity(request_ids.len()?.min(FEW_SLOTS));
             for request_id in request_ids.try_iter()? {
                 let request_id = request_id?;
-                match known.get_item(&request_id)? {
-                    Some(slot) => slots.push(slot.extract()?),
-                    None if missing => slots.push(mirror::NO_ROW),
+                let slot = match known.get_item(&request_id)? {
+                    Some(slot) => slot.extract()?,
+                    None if missing => mirror::NO_ROW,
                     None => return Err(unknown(&request_id)),
+                };
+                if slots.len() == slots.capacity() {
+                    memory::reserve(&mut slots, 1)?;
                 }
+                slots.push(slot);
             }
             Ok(slots.into_pyarray(request_ids.py()))
         })
     }
 
-    fn row<'py>(&self, request_id: &Bound<'py, PyAny>, group: usize) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        contained(|| {
-            let slot = self.slot(request_id)?;
-            let groups = self.core.groups().len();
+    fn row<'py>(
+        slf: &Bound<'_, Self>,
+        request_id: &Bound<'py, PyAny>,
+        group: usize,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        shared(slf, |this| {
+            let slot = this.slot(request_id)?;
+            let groups = this.core.groups().len();
             if group >= groups {
                 return Err(ShapeError::new_err(format!("group {group} of {groups}")));
             }
-            Ok(PyArray1::from_slice(request_id.py(), self.core.row(slot, group)))
+            Ok(PyArray1::from_slice(request_id.py(), this.core.row(slot, group)))
         })
     }
 
     #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
     fn is_safe(
-        &mut self,
+        slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -652,16 +737,16 @@ impl Mirror {
         last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        contained(|| {
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+        exclusive(slf, |this| {
+            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
-            Ok(self.core.is_safe(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut))?)
+            Ok(this.core.is_safe(slots.as_slice()?, &mut this.batch, cuts(first_cut, last_cut))?)
         })
     }
 
     #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
     fn unsafe_cuts(
-        &mut self,
+        slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -669,17 +754,19 @@ impl Mirror {
         last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
-        contained(|| {
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+        exclusive(slf, |this| {
+            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
-            self.core.unsafe_cuts(slots.as_slice()?, &mut self.batch, cuts(first_cut, last_cut), &mut self.found)?;
-            Ok(unsafe_tuples(&self.found))
+            let (slots, cuts) = (slots.as_slice()?, cuts(first_cut, last_cut));
+            let Mirror { core, batch, found, .. } = this;
+            slf.py().detach(|| core.unsafe_cuts(slots, batch, cuts, found))?;
+            Ok(unsafe_tuples(found))
         })
     }
 
     #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None, num_read_tokens=None))]
     fn order(
-        &mut self,
+        slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         num_scheduled_tokens: &Bound<'_, PyAny>,
@@ -687,31 +774,27 @@ impl Mirror {
         short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
-        contained(|| {
+        exclusive(slf, |this| {
             let phases = phases.map(self::phases).transpose()?;
-            fill(&mut self.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
             let slots = slot_array(slots)?;
             let slots = slots.as_slice()?;
-            let order = self.core.order(
-                slots,
-                &mut self.batch,
-                phases.as_deref(),
-                short_query.map(|Clipped(most)| most),
-                &mut self.planner,
-            )?;
+            let short_query = short_query.map(|Clipped(most)| most);
+            let Mirror { core, batch, planner, .. } = this;
+            let order = slf.py().detach(|| core.order(slots, batch, phases.as_deref(), short_query, planner))?;
             Ok(order_tuple(order))
         })
     }
 
     fn first_difference(
-        &mut self,
+        slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
         group: usize,
         block_table: &Bound<'_, PyAny>,
         num_blocks_per_row: &Bound<'_, PyAny>,
     ) -> PyResult<Option<(usize, usize)>> {
-        contained(|| {
-            let groups = self.core.groups().len();
+        exclusive(slf, |this| {
+            let groups = this.core.groups().len();
             if group >= groups {
                 return Err(ShapeError::new_err(format!("group {group} of {groups}")));
             }
@@ -719,7 +802,7 @@ impl Mirror {
             let ids = Ids::borrow(block_table)?;
             let lengths = Ints::borrow("num_blocks_per_row", num_blocks_per_row)?;
             let slots = slots.as_slice()?;
-            Ok(with_values!(lengths of &lengths => self.core.first_difference(slots, group, &ids.table(), lengths))?)
+            Ok(with_values!(lengths of &lengths => this.core.first_difference(slots, group, &ids.table(), lengths))?)
         })
     }
 }
@@ -737,12 +820,12 @@ fn _read_floor(rows: &Bound<'_, PyArray2<i32>>) -> PyResult<i32> {
 }
 
 /// The Rust core. Use `ubatch_guard`; this module is private.
-#[pymodule]
+#[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
     use super::{
-        _read_floor, BlockIdError, Checker, DtypeError, DuplicateRequestError, GroupError, GuardError, InternalError,
-        Mirror, PhaseError, ShapeError, TokenCountError, UnknownRequestError,
+        _read_floor, AllocationError, BlockIdError, BusyError, Checker, DtypeError, DuplicateRequestError, GroupError,
+        GuardError, InternalError, Mirror, PhaseError, ShapeError, TokenCountError, UnknownRequestError,
     };
 
     #[pymodule_export]

@@ -5,6 +5,7 @@ use std::ops::Range;
 use ndarray::{ArrayView1, ArrayView2};
 
 use crate::error::{Error, Result};
+use crate::memory::reserve;
 
 /// One KV cache group: how positions map to block-table columns, and which of them a query reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,7 +160,7 @@ impl Batch {
     /// Take the requests of a new step, none of whose positions are known to be settled.
     ///
     /// # Errors
-    /// Lengths that disagree, negative counts, sums beyond 31 bits.
+    /// Lengths that disagree, negative counts, sums beyond 31 bits; no memory.
     pub fn fill(
         &mut self,
         computed: impl ExactSizeIterator<Item = i64> + Clone,
@@ -168,6 +169,7 @@ impl Batch {
         let num_reqs = scheduled.len();
         same_length("num_computed_tokens", computed.len(), num_reqs)?;
         self.requests.clear();
+        reserve(&mut self.requests, num_reqs)?;
         // One pass without a way out, for the sake of speed: what is wrong shows in the bits.
         let (mut total, mut bits) = (0_i64, 0_i64);
         self.requests.extend(computed.clone().zip(scheduled.clone()).map(|(computed, scheduled)| {

@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "hazard.rs",
         "a write in the column of the first cut asked about left out",
-        "group.column(request.computed + (from - request.offset)).max(touched.start)",
-        "(group.column(request.computed + (from - request.offset)) + 1).max(touched.start)",
+        "group.column(request.computed + (from - request.offset))",
+        "group.column(request.computed + (from - request.offset)) + 1",
     ),
     Mutant(
         "hazard.rs",
@@ -110,9 +110,9 @@ MUTANTS = [
     ),
     Mutant(
         "hazard.rs",
-        "the block taken to stand in the reader's column",
-        "slots(group, write.column, &writer.writes())",
-        "slots(group, column, &writer.writes())",
+        "the block taken to stand in the writer's first column",
+        "slots(group, write.column, &requests[write.request as usize].writes())",
+        "slots(group, 0, &requests[write.request as usize].writes())",
     ),
     Mutant(
         "hazard.rs",
@@ -150,7 +150,54 @@ MUTANTS = [
         "insert_writes(tables, index, group, written, position, request, cuts.first)?;",
         "if index == 0 { insert_writes(tables, index, group, written, position, request, cuts.first)?; }",
     ),
-    Mutant("bitset.rs", "sets not emptied", "self.bits.set(block as usize, false);", "let _ = block;"),
+    Mutant(
+        "hazard.rs",
+        "a reader of a part of a block is shown its writes once",
+        "} else if is_whole(group, slots) {",
+        "} else {",
+    ),
+    Mutant(
+        "hazard.rs",
+        "the writes are shown to one reader only",
+        "if latest.shown_to == reader {",
+        "if latest.shown_to != 0 {",
+    ),
+    Mutant(
+        "hazard.rs",
+        "the writes are shown to a reader for each column",
+        "latest.shown_to = reader;",
+        "let _ = reader;",
+    ),
+    Mutant(
+        "hazard.rs",
+        "a write to a part of a block hides the one before",
+        "before.request == write.request && is_whole(group, &slots_of(group, requests, write))",
+        "before.request == write.request",
+    ),
+    Mutant(
+        "hazard.rs",
+        "a write to a whole block hides those of others",
+        "before.request == write.request && is_whole(group, &slots_of(group, requests, write))",
+        "is_whole(group, &slots_of(group, requests, write))",
+    ),
+    Mutant(
+        "hazard.rs",
+        "all writes of a request to a block are kept",
+        "again.map_or(previous, |before| before.previous)",
+        "previous",
+    ),
+    Mutant(
+        "bitset.rs",
+        "sets not emptied",
+        "self.words[block as usize / WORD] &= !(1 << (block as usize % WORD));",
+        "let _ = block;",
+    ),
+    Mutant(
+        "bitset.rs",
+        "what is in the set counts as new",
+        "let is_new = *word & bit == 0;",
+        "let is_new = bit != 0;",
+    ),
     Mutant("bitset.rs", "highest member missed in long rows", "set.high - set.low + 1", "set.high - set.low"),
     Mutant("bitset.rs", "end of a long row misplaced", "Some(ids.len() - rest.len() + place)", "Some(place)"),
     # What a request reads and writes.
@@ -194,14 +241,12 @@ MUTANTS = [
         "group.column(positions.end - 1).max(1)",
     ),
     # Mirror.
-    Mutant(
-        "mirror.rs", "shared by three or more", "(used.entries > 1).then_some", "(used.entries > 2).then_some"
-    ),
+    Mutant("mirror.rs", "shared by three or more", "(entries > 1).then_some", "(entries > 2).then_some"),
     Mutant(
         "mirror.rs",
         "shared by three or more, in the first look",
-        "is_some_and(|used| used.entries > 1)",
-        "is_some_and(|used| used.entries > 2)",
+        "is_some_and(|&(entries, _)| entries > 1)",
+        "is_some_and(|&(entries, _)| entries > 2)",
     ),
     Mutant(
         "mirror.rs",
@@ -224,11 +269,11 @@ MUTANTS = [
     Mutant(
         "mirror.rs",
         "a block comes into use at each entry",
-        "if used.entries == 0 {",
-        "if used.entries < u32::MAX {",
+        "if *entries == 0 {",
+        "if *entries < u32::MAX {",
     ),
     Mutant("mirror.rs", "a growth forgets the one before", "(len, history.grown);", "(len, 0);"),
-    Mutant("mirror.rs", "old blocks keep their time when time begins again", "used.since = 0;", ""),
+    Mutant("mirror.rs", "old blocks keep their time when time begins again", "*since = 0;", ""),
     Mutant(
         "mirror.rs",
         "a slot may come twice",
@@ -258,12 +303,6 @@ MUTANTS = [
         "settled as far as computed taken for settled as far as read",
         "self.settled > 0 && self.settled >= self.read",
         "self.settled > 0 && self.settled >= self.computed.min(self.read)",
-    ),
-    Mutant(
-        "hazard.rs",
-        "writes begin at the cut, also where the request reads on beyond it",
-        "(from - request.offset)).max(touched.start)",
-        "(from - request.offset))",
     ),
     Mutant(
         "step.rs",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from ubatch_guard import (
     BlockIdError,
+    BusyError,
     DtypeError,
     DuplicateRequestError,
     GroupError,
@@ -251,6 +257,150 @@ def test_rows_for_the_wrong_number_of_groups() -> None:
             mirror.add("r", rows)
     with pytest.raises(ShapeError, match="rows: length 1, expected 2"):
         mirror.append_each(["r", "s"], [None])
+
+
+def test_a_step_of_changes_is_taken_whole_or_not_at_all() -> None:
+    mirror = Mirror([GROUP, GROUP])
+    for name in "abc":
+        mirror.add(name, [[1], [2]])
+    good = [[3], [4, 5]]
+
+    def interrupted() -> Iterator[int]:
+        yield 3
+        raise KeyboardInterrupt
+
+    for wrong, error in (
+        ([[3], [64]], BlockIdError),
+        ([[3]], ShapeError),
+        ([[3], ["4"]], DtypeError),
+        (3, TypeError),
+        ([[3], interrupted()], KeyboardInterrupt),
+    ):
+        with pytest.raises(error):
+            mirror.append_each(["a", "b", "a", "c"], [good, None, good, wrong])  # type: ignore[list-item]
+        with pytest.raises(UnknownRequestError):
+            mirror.append_each(["a", "x"], [good, good])
+        for name in "abc":
+            assert [mirror.row(name, group).tolist() for group in (0, 1)] == [[1], [2]]
+    mirror.append_each(["a", "c"], [good, good])
+    assert [mirror.row(name, 0).tolist() for name in "abc"] == [[1, 3], [1], [1, 3]]
+
+
+class _FailsLater:
+    """A request id whose hash works so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __hash__(self) -> int:
+        self.times -= 1
+        if self.times < 0:
+            raise KeyboardInterrupt
+        return 7
+
+
+def test_an_id_that_fails_leaves_no_row_behind() -> None:
+    mirror = Mirror([GROUP])
+    for times in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            mirror.add(_FailsLater(times), [[1]])  # type: ignore[arg-type]
+    mirror.add("r", [[1]])
+    assert mirror.slots(["r"]).tolist() == [0], "the slot was vacant again"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_an_id_raises_passes(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    mirror = Mirror([GROUP])
+    with pytest.raises(error):
+        mirror.add("r", [[_Index(2, fail)]])  # type: ignore[list-item]
+    assert "r" not in mirror
+
+
+def test_an_object_in_use_says_so() -> None:
+    mirror = Mirror([GROUP])
+    mirror.add("r", [[1]])
+    calls = [
+        lambda: mirror.add("s", [[1]]),
+        lambda: mirror.free("r"),
+        lambda: mirror.clear(),
+        lambda: mirror.slots(["r"]),
+        lambda: mirror.row("r", 0),
+        lambda: mirror.nbytes,
+        lambda: len(mirror),
+        lambda: "r" in mirror,
+    ]
+    for call in calls:
+        with pytest.raises(BusyError, match="the Mirror is in use"):
+            mirror.append("r", [[_Index(2, call)]])  # type: ignore[list-item]
+    assert mirror.row("r", 0).tolist() == [1]
+    checker = Checker([GROUP])
+
+    class Tables:
+        def __iter__(self) -> object:
+            return iter([checker.is_safe((TABLE,), COMPUTED, SCHEDULED)])
+
+    with pytest.raises(BusyError, match="the Checker is in use"):
+        checker.is_safe(Tables(), COMPUTED, SCHEDULED)  # type: ignore[arg-type]
+    assert checker.is_safe((TABLE,), COMPUTED, SCHEDULED)
+
+
+def test_a_long_question_lets_other_threads_run() -> None:
+    # Two threads with a guard each, on steps above the size from which a question lets go.
+    row = np.arange(1 << 17, dtype=np.int32)
+    step = Step(
+        np.array([(1 << 21) - 16, 0], np.int32),
+        np.array([16, 1 << 20], np.int32),
+        (np.stack([row, row]),),
+        (KVCacheGroup(16, 1 << 17),),
+    )
+    expected = Guard(step.groups).unsafe_cuts(step)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: Guard(step.groups).unsafe_cuts(step), range(16)))
+    assert found == [expected] * 16
+    assert expected[0].last == (1 << 20) + 15
+
+
+OUT_OF_MEMORY = """
+import resource
+from ubatch_guard import AllocationError, Guard, KVCacheGroup, Mirror, UnknownRequestError
+
+with open("/proc/self/statm") as statm:
+    most = int(statm.read().split()[0]) * resource.getpagesize() + (48 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+huge = KVCacheGroup(16, 2**31 - 1)
+small = Mirror([KVCacheGroup(16, 64)])
+for make, error in (
+    (lambda: Guard([huge]), AllocationError),
+    (lambda: Guard([KVCacheGroup(16, 2**28)] * 8), AllocationError),
+    (lambda: small.slots(range(2**40)), UnknownRequestError),
+    (lambda: small.slots(range(2**40), missing=True), AllocationError),
+    (lambda: small.add("r", [iter(lambda: 1, 2)]), AllocationError),
+):
+    try:
+        make()
+    except error as caught:
+        print(type(caught).__name__, caught)
+    else:
+        raise SystemExit("made")
+assert len(small) == 0
+small.add("r", [[1]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory is needed")
+def test_memory_that_is_not_there_is_an_error() -> None:
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "AllocationError",
+        "AllocationError",
+        "UnknownRequestError",
+        "AllocationError",
+        "AllocationError",
+    ]
 
 
 def test_a_row_that_ends_before_its_tokens() -> None:

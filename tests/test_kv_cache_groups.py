@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ubatch_guard.kv_cache_groups import UnknownGroupError, read_groups
-from ubatch_guard.order_constraint import decode_phases, order_constraint
 from ubatch_guard.step import KVCacheGroup, OrderConstraint, Phase
 
 
@@ -94,58 +93,3 @@ def test_layers_of_one_kind() -> None:
     assert read_groups(config(UniformTypeKVCacheSpecs(layers))).groups == (KVCacheGroup(16, 50),)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        SinkFullAttentionSpec(),
-        UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(), "b": SlidingWindowSpec(sliding_window=7)}),
-        UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(), "b": SinkFullAttentionSpec()}),
-    ],
-)
-def test_what_is_not_understood_is_refused(spec: object) -> None:
-    with pytest.raises(UnknownGroupError):
-        read_groups(config(FullAttentionSpec(), spec))
-
-
-class FlashAttentionBackend:
-    pass
-
-
-class FlashMLABackend:
-    pass
-
-
-class AiterFlashAttentionBackend:
-    pass
-
-
-def chunked(backend: type) -> type:
-    """As vLLM makes a backend for chunked local attention from another one."""
-    return type(f"ChunkedLocalAttention_8192_{backend.__name__}", (backend,), {})
-
-
-@pytest.mark.parametrize(
-    ("backends", "threshold", "context_parallel", "constraint"),
-    [
-        ([FlashAttentionBackend], None, False, OrderConstraint.FREE),
-        ([], None, False, OrderConstraint.FREE),
-        ([FlashAttentionBackend, FlashMLABackend], 128, False, OrderConstraint.DECODES_LEAD),
-        ([FlashAttentionBackend], None, True, OrderConstraint.FIXED),
-        ([FlashAttentionBackend, AiterFlashAttentionBackend], 1, False, OrderConstraint.FIXED),
-        ([FlashAttentionBackend, chunked(FlashAttentionBackend)], None, False, OrderConstraint.FREE),
-        ([chunked(FlashMLABackend)], 128, False, OrderConstraint.DECODES_LEAD),
-        ([chunked(AiterFlashAttentionBackend)], 1, False, OrderConstraint.FIXED),
-    ],
-)
-def test_order_constraints(
-    backends: list[type], threshold: int | None, context_parallel: bool, constraint: OrderConstraint
-) -> None:
-    assert order_constraint(backends, threshold, context_parallel) is constraint
-
-
-def test_a_decode_has_run_before_and_is_short() -> None:
-    phases = decode_phases(
-        np.array([40, 40, 40, 0]), np.array([1, 1, 9, 1]), np.array([False, True, False, False]), threshold=4
-    )
-    assert phases.dtype == np.int8
-    assert phases.tolist() == [Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ubatch_guard._core import (
+        AllocationError,
         BlockIdError,
+        BusyError,
         DtypeError,
         DuplicateRequestError,
         GroupError,
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AllocationError",
     "BlockIdError",
+    "BusyError",
     "CutRange",
     "DtypeError",
     "DuplicateRequestError",

@@ -9,7 +9,9 @@ import numpy.typing as npt
 from ubatch_guard.step import IntArray, KVCacheGroup
 
 __all__ = [
+    "AllocationError",
     "BlockIdError",
+    "BusyError",
     "Checker",
     "DtypeError",
     "DuplicateRequestError",
@@ -53,6 +55,12 @@ class UnknownRequestError(GuardError):
 
 class DuplicateRequestError(GuardError):
     """A request id that the mirror holds already, or that stands twice in a batch."""
+
+class AllocationError(GuardError):
+    """Memory that could not be had, for a pool or a row that is too large; nothing has changed."""
+
+class BusyError(GuardError):
+    """The object is in use: by another thread, or by the very call whose arguments call it."""
 
 class InternalError(RuntimeError):
     """A defect of the guard itself."""
@@ -122,7 +130,10 @@ class Mirror:
     def append_each(
         self, request_ids: Sequence[str], rows: Sequence[Sequence[Sequence[int] | IntArray] | None]
     ) -> None:
-        """`append` for a whole step, in the form of vLLM's ``CachedRequestData.new_block_ids``."""
+        """`append` for a whole step, in the form of vLLM's ``CachedRequestData.new_block_ids``.
+
+        All of it or, with an error, none.
+        """
     def free(self, request_id: str) -> None:
         """The request's rows go."""
     def clear(self) -> None:

@@ -33,7 +33,8 @@ ALL_CUTS = CutRange(1, 2**31 - 1)
 class Guard:
     """Exact guard for microbatched steps.
 
-    A guard keeps scratch between calls and belongs to one thread at a time.
+    A guard keeps scratch between calls and belongs to one thread at a time; a second one gets a `BusyError`.
+    Long questions let other threads run, which must leave the arrays of the step as they are.
 
     What a question reads is checked. For a `Step` that is every column that a request reads or writes, but
     for the requests in front of the first that is not settled. The mirror checks ids when they come, and
@@ -49,6 +50,7 @@ class Guard:
 
     Raises:
         GroupError: A group that cannot be.
+        AllocationError: A pool too large for this machine.
         ValueError: An unknown policy, or fewer than 2 microbatches.
     """
 

@@ -162,19 +162,19 @@ impl Model {
             }
             (Change::Append(_), Some(slot)) => {
                 self.stage(&new);
-                self.mirror.append(slot);
+                self.mirror.append(slot).unwrap();
                 for (row, new) in self.rows.get_mut(&slot).unwrap().iter_mut().zip(new) {
                     row.extend(new);
                 }
             }
             (Change::Replace(_), Some(slot)) => {
                 self.stage(&new);
-                self.mirror.replace(slot);
+                self.mirror.replace(slot).unwrap();
                 self.rows.insert(slot, new);
             }
             _ => {
                 self.stage(&new);
-                let slot = self.mirror.add();
+                let slot = self.mirror.add().unwrap();
                 assert_eq!(self.rows.insert(slot, new), None, "a slot was given twice");
             }
         }
@@ -324,10 +324,10 @@ fn memory() {
             (1..=10).chain((10..columns).map(|column| request * columns + column)).map(i64::from).collect();
         let first = if request % 2 == 0 { ids.len() } else { 10 };
         mirror.stage(0, 0, ids[..first].iter().copied()).unwrap();
-        slots.push(mirror.add());
+        slots.push(mirror.add().unwrap());
         for &id in &ids[first..] {
             mirror.stage(0, 0, std::iter::once(id)).unwrap();
-            mirror.append(slots[request as usize]);
+            mirror.append(slots[request as usize]).unwrap();
         }
         entries += ids.len();
     }
@@ -355,6 +355,46 @@ fn memory() {
     assert!(mirror.nbytes() <= 16 * BLOCKS as usize + 128 * REQUESTS as usize);
 }
 
+/// One block in every column of two long rows: what would be asked about each pair of columns takes for ever.
+#[test]
+fn a_block_repeated_in_a_row() {
+    const COLUMNS: u32 = 1 << 19;
+    let group = Group { tokens_per_column: 1, null_block: None, ..full(2) };
+    let mut mirror = Mirror::new(vec![group]).unwrap();
+    let mut slots = Vec::new();
+    for _ in 0..2 {
+        mirror.stage(0, 0, (0..COLUMNS).map(|_| 1)).unwrap();
+        slots.push(i32::try_from(mirror.add().unwrap()).unwrap());
+    }
+    let reader = Request { computed: COLUMNS - 1, scheduled: 1, ..Request::default() };
+    let writer = Request { scheduled: COLUMNS, ..Request::default() };
+    let mut found = Vec::new();
+    let mut planner = Planner::default();
+    for (requests, permutation) in [([reader, writer], [1, 0]), ([writer, reader], [0, 1])] {
+        mirror.unsafe_cuts(&slots, &mut batch(&requests), Cuts::ALL, &mut found).unwrap();
+        let ranges: Vec<_> = found.iter().map(|range| (range.first, range.last)).collect();
+        // The reader writes block 1 too, and the writer reads nothing.
+        assert_eq!(ranges, if permutation == [1, 0] { vec![(1, COLUMNS)] } else { vec![] });
+        let order = mirror.order(&slots, &mut batch(&requests), None, None, &mut planner).unwrap().unwrap();
+        assert_eq!(order.permutation, permutation);
+    }
+}
+
+#[test]
+fn rows_taken_back() {
+    let mut mirror = Mirror::new(vec![full(10), full(10)]).unwrap();
+    mirror.stage(0, 0, [1, 2].into_iter()).unwrap();
+    mirror.stage(0, 1, [3].into_iter()).unwrap();
+    let slot = mirror.add().unwrap();
+    mirror.stage(0, 0, [4].into_iter()).unwrap();
+    mirror.stage(0, 1, [5, 6].into_iter()).unwrap();
+    mirror.append(slot).unwrap();
+    mirror.truncate(slot, 1, 1);
+    mirror.truncate(slot, 0, 2);
+    assert_eq!(mirror.row(slot, 0), [1, 2]);
+    assert_eq!(mirror.row(slot, 1), [3]);
+}
+
 #[test]
 fn bad_input() {
     let mut mirror = Mirror::new(vec![full(10), Group { null_block: Some(-1), ..full(10) }]).unwrap();
@@ -365,7 +405,7 @@ fn bad_input() {
     assert!(mirror.stage(0, 1, [-2].into_iter()).is_err());
     mirror.stage(0, 0, [3].into_iter()).unwrap();
     mirror.stage(0, 1, [-1].into_iter()).unwrap();
-    let slot = mirror.add();
+    let slot = mirror.add().unwrap();
     assert_eq!(mirror.row(slot, 0), [3]);
     assert_eq!(mirror.row(slot, 1), [-1]);
 

@@ -485,7 +485,7 @@ proptest! {
         bad in vec((any::<prop::sample::Index>(), any::<i64>()), 0..2),
         from in 0..310_usize,
     ) {
-        let mut set = BlockSet::new(num_blocks);
+        let mut set = BlockSet::new(num_blocks).unwrap();
         for &member in members.iter().filter(|&&member| member < num_blocks) {
             set.insert(member);
         }
