@@ -28,7 +28,8 @@ FLOORS = [
     {"cli"},
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-ROOMS_OF = {"torch": {"engine"}, "safetensors": {"engine"}, "vllm": {"vllm"}, "transformers": set()}
+# vLLM's own classes are driven with tensors (doctor --prove).
+ROOMS_OF = {"torch": {"engine", "vllm"}, "safetensors": {"engine"}, "vllm": {"vllm"}, "transformers": set()}
 
 
 def _modules() -> list[tuple[str, ast.Module]]:

@@ -351,9 +351,9 @@ def test_the_trace_has_the_step(tmp_path: Path) -> None:
     assert guard.recorder.path.name.endswith(".0.jsonl")
     with TraceReader(guard.recorder.path) as trace:
         first, second = trace
-    assert first.request_ids == ("writer", "reader")
+    assert tuple(first.request_ids) == ("writer", "reader")
     assert first.vllm_allows
-    assert second.finished == ("reader",)
+    assert tuple(second.changes.finished) == ("reader",)
     assert json.loads(guard.recorder.path.read_text().splitlines()[0])["block_sizes"] == [BLOCK]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from ubatch_guard.runner_guard import RunnerGuard
 
 from ubatch_guard.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from ubatch_guard.engine.llm_engine import load_model
 from ubatch_guard.engine.timing import UNGUARDED, WHOLE, StepTimes, measure
 from ubatch_guard.engine.workloads import independent
+from ubatch_guard.runner.guard import RunnerGuard
 
 from .random_workloads import TINY
 

@@ -116,14 +116,14 @@ class _Inner(Runner):
 class _Outer(UBatchGuardMixin, _Inner):
     """Puts the time of the hooks, guard and all, on the account."""
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        self._account(1, super()._update_states, scheduler_output)
 
-    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
-        self._account(1, super()._may_reorder_batch, scheduler_output)
+def _accounted(hooked: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda runner, *args: runner._account(1, hooked, runner, *args)
 
-    def _allow_microbatching(self, num_reqs: int, num_scheduled_tokens_np: npt.NDArray[np.int32]) -> bool:
-        return self._account(1, super()._allow_microbatching, num_reqs, num_scheduled_tokens_np)
+
+# Around the hooks, which the mixin puts around whatever the class itself has.
+for _name in ("_update_states", "_may_reorder_batch", "_allow_microbatching"):
+    setattr(_Outer, _name, _accounted(getattr(_Outer, _name)))
 
 
 def _timed_run(

@@ -169,7 +169,8 @@ class RunnerGuard:
 
     @property
     def recorder(self) -> StepRecorder | None:
-        """What writes the trace; None: nothing was recorded yet."""
+        """What writes the trace, with all steps that were voted on; None: nothing was recorded yet."""
+        self.trace.settle(None, None)
         return self.trace.recorder
 
     def observe(self, scheduler_output: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ubatch_guard.counters import Counters
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.report import Report
@@ -11,7 +13,9 @@ from ubatch_guard.settings import Settings
 from ubatch_guard.step import KVCacheGroup
 from ubatch_guard.trace.format import TraceHeader
 from ubatch_guard.trace.recorder import StepRecorder
-from ubatch_guard.trace.records import Admission, Appended, Changes, StepRecord
+from ubatch_guard.trace.records import Changes, StepRecord
+
+_NONE = np.zeros(0, np.int32)
 
 
 class StepTrace:
@@ -36,7 +40,7 @@ class StepTrace:
         self._report = report
         self._counters = counters
         self._changes: list[Changes] = []
-        """Of the steps since the last one that was recorded; all but the last ran nothing."""
+        """Of the steps since the last one that was recorded; all but the last were not voted on."""
         self._held: StepRecord | None = None
         """Voted on, and not settled yet."""
 
@@ -63,9 +67,11 @@ class StepTrace:
         try:
             if self.recorder is None:
                 self.recorder = self._open(batch, groups)
-            changes = _joined(self._changes)
-            changes.set_back = set_back
+            *before, changes = self._changes
             self._changes = []
+            for unasked in before:
+                self.recorder.record(StepRecord(unasked, (), _NONE, _NONE))
+            changes.set_back = set_back
             # A copy: the arrays are the engine's, and it goes on with them.
             self._held = StepRecord(
                 changes,
@@ -97,7 +103,9 @@ class StepTrace:
         if self.on:
             self.on = False
             self._counters.trace_ended += 1
-            self._report.once("trace", f"no trace is written from here on ({why})")
+            if self.recorder is None or self.recorder.open:
+                # Otherwise the recorder has said it.
+                self._report.once("trace", f"no trace is written from here on ({why})")
             if self.recorder is not None:
                 self.recorder.close(timeout=0.0)
 
@@ -120,26 +128,3 @@ class StepTrace:
             max_bytes=self._settings.trace_max_bytes,
             hash_ids=self._settings.hash_trace_ids,
         )
-
-
-def _joined(changes: Sequence[Changes]) -> Changes:
-    """The changes of several steps as those of one: whoever came and went in between was never there."""
-    if len(changes) == 1:
-        return changes[0]
-    new: dict[str, Admission] = {}
-    resumed: dict[str, Admission] = {}
-    appended: list[tuple[str, object]] = []
-    finished: list[str] = []
-    preempted: list[str] = []
-    for step in changes:
-        for leaving, list_of in ((step.finished, finished), (step.preempted, preempted)):
-            for request in leaving:
-                came = new.pop(request, None) or resumed.pop(request, None)
-                appended = [entry for entry in appended if entry[0] != request]
-                if came is None:
-                    list_of.append(request)
-        new.update((entry.request_id, entry) for entry in step.new)
-        resumed.update((entry.request_id, entry) for entry in step.resumed)
-        appended += zip(step.appended.request_ids, step.appended.rows, strict=True)
-    rows = Appended([name for name, _ in appended], [rows for _, rows in appended])  # type: ignore[misc]
-    return Changes(finished, preempted, list(new.values()), list(resumed.values()), rows)

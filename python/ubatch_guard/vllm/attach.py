@@ -71,9 +71,8 @@ def _make_guard(runner: Any, kv_cache_config: Any, settings: Settings, make_rows
     except Exception as error:
         # Also what the core refuses: columns of no tokens, a pool that does not fit into memory.
         why = f"the KV cache groups are not understood ({type(error).__name__}: {error})"
-        return RunnerGuard(
-            make_rows(runner, EngineGroups((), (), are_all=False), settings), settings, name, why
-        )
+        nothing = make_rows(runner, EngineGroups((), (), are_all=False), settings)
+        return RunnerGuard(nothing, settings, name, type(runner).__name__, why)
     for kind in groups.assumed:
         message = f"a KV cache group of kind {kind} is not known; it counts as read as a whole"
         guard.report.once(kind, message, logging.WARNING)
