@@ -28,6 +28,7 @@ struct WildGroup {
     num_blocks: u16,
     sliding_window: Option<u32>,
     attention_chunk_size: Option<u32>,
+    prompt_in_view: bool,
     null_block: Option<i64>,
 }
 
@@ -77,6 +78,7 @@ fn wild(raw: &WildGroup, requests: &[(i64, i64, i64, i64)], ids: &[i64], cuts: (
         tokens_per_column: raw.tokens_per_column,
         num_blocks: u32::from(raw.num_blocks),
         sliding_window: raw.sliding_window,
+        prompt_in_view: raw.prompt_in_view,
         attention_chunk_size: raw.attention_chunk_size,
         null_block: raw.null_block,
     };

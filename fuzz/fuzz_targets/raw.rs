@@ -22,6 +22,7 @@ impl RawGroup {
             tokens_per_column: 1 + u32::from(self.tokens_per_column % 5),
             num_blocks,
             sliding_window: (self.locality % 4 == 1).then_some(size),
+            prompt_in_view: self.locality % 8 == 5,
             attention_chunk_size: (self.locality % 4 == 2).then_some(size),
             null_block: [None, Some(-1), Some(0), Some(i64::from(num_blocks))][usize::from(self.null_block % 4)],
         }
@@ -34,6 +35,7 @@ pub struct RawRequest {
     scheduled: u8,
     settled: u8,
     ahead: u8,
+    prompt: u8,
 }
 
 impl RawRequest {
@@ -44,6 +46,7 @@ impl RawRequest {
             // Half of all requests have neither.
             settled: u32::from(self.settled % 32).saturating_sub(16),
             ahead: u32::from(self.ahead % 8).saturating_sub(4),
+            prompt: u32::from(self.prompt % 16),
         }
     }
 }
@@ -61,6 +64,7 @@ pub fn batch(requests: &[Request]) -> Batch {
     let counts = |count: fn(&Request) -> u32| requests.iter().map(move |request| i64::from(count(request)));
     batch.fill(counts(|r| r.computed), counts(|r| r.scheduled)).unwrap();
     batch.settle(counts(|r| r.settled)).unwrap();
+    batch.prompts(counts(|r| r.prompt)).unwrap();
     batch.read_on(counts(|r| r.computed + r.ahead)).unwrap();
     batch
 }

@@ -85,6 +85,7 @@ class Guard:
                 asked.first,
                 asked.last,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         self._same_groups(step)
         return self._checker.is_safe(
@@ -95,6 +96,7 @@ class Guard:
             asked.last,
             step.num_settled_tokens,
             step.num_read_tokens,
+            step.num_prompt_tokens,
         )
 
     def unsafe_cuts(self, step: Step | MirroredStep, cuts: CutRange = ALL_CUTS) -> tuple[UnsafeCuts, ...]:
@@ -111,6 +113,7 @@ class Guard:
                 cuts.first,
                 cuts.last,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         else:
             self._same_groups(step)
@@ -122,6 +125,7 @@ class Guard:
                 cuts.last,
                 step.num_settled_tokens,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -162,6 +166,7 @@ class Guard:
                 allowed,
                 short_query,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         else:
             self._same_groups(step)
@@ -173,6 +178,7 @@ class Guard:
                 step.num_settled_tokens,
                 short_query,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         if found is None:
             return None
