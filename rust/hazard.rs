@@ -542,3 +542,48 @@ fn slots(group: &Group, column: u32, positions: &Range<u32>) -> Range<u32> {
     let base = column * group.tokens_per_column;
     positions.start.saturating_sub(base)..positions.end.saturating_sub(base).min(group.tokens_per_column)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Group, Request, Written};
+
+    /// What makes a row that repeats a block linear: nobody is shown a write twice, nor one that a later one hides.
+    #[test]
+    fn writes_are_shown_once() {
+        let group = Group {
+            tokens_per_column: 2,
+            num_blocks: 4,
+            sliding_window: None,
+            prompt_in_view: false,
+            attention_chunk_size: None,
+            null_block: None,
+        };
+        // Positions 1 to 8 in five columns: the first and the last in part.
+        let writer = Request { computed: 1, scheduled: 8, offset: 0, settled: 0, prompt: 0, read: 1 };
+        let requests = [writer, Request { offset: 8, ..writer }];
+        let mut written = Written::new(group.num_blocks).unwrap();
+        for column in 0..5 {
+            written.insert(1, 0, column, 0);
+        }
+        written.prepare(group.num_blocks).unwrap();
+        let mut shown = |reader, slots| {
+            let writes = written.to(1, &group, &requests, reader, &slots);
+            writes.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+        };
+        assert_eq!(shown(2, 0..1), [(0, 4), (0, 3)]);
+        assert_eq!(shown(2, 0..2), [(0, 4), (0, 3)], "the reader had seen a part");
+        assert_eq!(shown(2, 0..2), []);
+        assert_eq!(shown(2, 1..2), []);
+        assert_eq!(shown(3, 0..2), [(0, 4), (0, 3)]);
+        // Another request hides nothing of the first.
+        for column in 0..3 {
+            written.insert(1, 1, column, 0);
+        }
+        let mut shown = |reader| {
+            let writes = written.to(1, &group, &requests, reader, &(0..2));
+            writes.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+        };
+        assert_eq!(shown(3), [(1, 2), (0, 4), (0, 3)]);
+        assert_eq!(shown(3), []);
+    }
+}
