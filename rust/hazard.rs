@@ -567,8 +567,8 @@ mod tests {
         }
         written.prepare(group.num_blocks).unwrap();
         let mut shown = |reader, slots| {
-            let writes = written.to(1, &group, &requests, reader, &slots);
-            writes.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+            let found = written.to(1, &group, &requests, reader, &slots);
+            found.map(|write| (write.request, write.column)).collect::<Vec<_>>()
         };
         assert_eq!(shown(2, 0..1), [(0, 4), (0, 3)]);
         assert_eq!(shown(2, 0..2), [(0, 4), (0, 3)], "the reader had seen a part");
@@ -580,8 +580,8 @@ mod tests {
             written.insert(1, 1, column, 0);
         }
         let mut shown = |reader| {
-            let writes = written.to(1, &group, &requests, reader, &(0..2));
-            writes.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+            let found = written.to(1, &group, &requests, reader, &(0..2));
+            found.map(|write| (write.request, write.column)).collect::<Vec<_>>()
         };
         assert_eq!(shown(3), [(1, 2), (0, 4), (0, 3)]);
         assert_eq!(shown(3), []);
