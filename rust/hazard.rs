@@ -252,10 +252,9 @@ impl Checker {
             }
             let mut furthest: Option<Hazard> = None;
             for (index, (group, written)) in self.groups.iter().zip(&mut self.written).enumerate() {
-                let hit = |written: &mut Written, column: u32, block: u32| {
+                let hit = |written: &mut Written, read: &Range<u32>, block: u32| {
                     // Everything in the set is written by requests behind this one.
-                    if let Some((last_write, writer)) =
-                        furthest_write(group, written, requests, position, column, block)
+                    if let Some((last_write, writer)) = furthest_write(group, written, requests, position, read, block)
                         && cuts.meet(request.offset + 1, last_write)
                         && furthest.is_none_or(|known| known.last_write < last_write)
                     {
@@ -299,11 +298,10 @@ impl Checker {
                 insert_writes(tables, index, group, written, position, request, 0)?;
             }
             for (position, request) in requests.iter().enumerate() {
-                let flow = scan_reads(tables, index, group, written, position, request, |written, column, block| {
-                    let read = slots(group, column, &request.reads(group));
-                    for write in written.to(block, group, requests, position, &read) {
+                let flow = scan_reads(tables, index, group, written, position, request, |written, read, block| {
+                    for write in written.to(block, group, requests, position, read) {
                         let writer = write.request as usize;
-                        if writer != position && last_shared_slot(group, requests, &read, write).is_some() {
+                        if writer != position && last_shared_slot(group, requests, read, write).is_some() {
                             report(position, writer);
                         }
                     }
@@ -367,7 +365,7 @@ fn too_short<T: Tables + ?Sized>(tables: &T, group: usize, request: usize, last_
     Error::RowTooShort { group, request, found: tables.row(group, request).len(), needed: last_column as usize + 1 }
 }
 
-/// Call `hit` for each column of a request's reads whose block is in the set.
+/// Call `hit` for each column of a request's reads whose block is in the set, with the slots it reads of that.
 #[inline]
 fn scan_reads<T: Tables + ?Sized>(
     tables: &T,
@@ -376,53 +374,69 @@ fn scan_reads<T: Tables + ?Sized>(
     written: &mut Written,
     position: usize,
     request: &Request,
-    hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+    mut hit: impl FnMut(&mut Written, &Range<u32>, u32) -> ControlFlow<()>,
 ) -> Result<ControlFlow<()>> {
-    let reads = request.reads(group);
-    if reads.is_empty() || (T::TRUSTED && written.blocks.is_empty()) {
+    if T::TRUSTED && written.blocks.is_empty() {
         return Ok(ControlFlow::Continue(()));
     }
-    let mut read = columns(group, &reads);
-    if T::TRUSTED {
-        read.start = read.start.max(tables.first_column_since(index, position, written.since));
+    for positions in request.reads(group) {
+        let scan = Scan { index, group, position, positions: &positions };
+        if scan.row(tables, written, &mut hit)?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
     }
-    if read.is_empty() {
-        return Ok(ControlFlow::Continue(()));
-    }
-    written.prepare(group.num_blocks)?;
-    let row = tables.row(index, position);
-    if row.len() < read.end as usize {
-        return Err(too_short(tables, index, position, read.end - 1));
-    }
-    let touched = read.start as usize..read.end as usize;
-    let scan = Scan { index, group, position };
-    match row {
-        Row::I32(ids) => match ids.to_slice() {
-            Some(ids) => scan.slice(&ids[touched], read.start, written, hit),
-            None => scan.strided(ids.iter().copied(), &read, written, hit),
-        },
-        Row::I64(ids) => match ids.to_slice() {
-            Some(ids) => scan.slice(&ids[touched], read.start, written, hit),
-            None => scan.strided(ids.iter().copied(), &read, written, hit),
-        },
-    }
+    Ok(ControlFlow::Continue(()))
 }
 
-/// Where a scanned row stands, for messages.
+/// A row to be scanned, where it stands and which positions are read.
 #[derive(Clone, Copy)]
 struct Scan<'a> {
     index: usize,
     group: &'a Group,
     position: usize,
+    positions: &'a Range<u32>,
 }
 
 impl Scan<'_> {
+    #[inline]
+    fn row<T: Tables + ?Sized>(
+        self,
+        tables: &T,
+        written: &mut Written,
+        hit: impl FnMut(&mut Written, &Range<u32>, u32) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
+        let Scan { index, group, position, .. } = self;
+        let mut read = columns(group, self.positions);
+        if T::TRUSTED && !read.is_empty() {
+            read.start = read.start.max(tables.first_column_since(index, position, written.since));
+        }
+        if read.is_empty() {
+            return Ok(ControlFlow::Continue(()));
+        }
+        written.prepare(group.num_blocks)?;
+        let row = tables.row(index, position);
+        if row.len() < read.end as usize {
+            return Err(too_short(tables, index, position, read.end - 1));
+        }
+        let touched = read.start as usize..read.end as usize;
+        match row {
+            Row::I32(ids) => match ids.to_slice() {
+                Some(ids) => self.slice(&ids[touched], read.start, written, hit),
+                None => self.strided(ids.iter().copied(), &read, written, hit),
+            },
+            Row::I64(ids) => match ids.to_slice() {
+                Some(ids) => self.slice(&ids[touched], read.start, written, hit),
+                None => self.strided(ids.iter().copied(), &read, written, hit),
+            },
+        }
+    }
+
     fn slice<I: BlockId>(
         self,
         ids: &[I],
         first_column: u32,
         written: &mut Written,
-        mut hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+        mut hit: impl FnMut(&mut Written, &Range<u32>, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
         let mut from = 0;
         while let Some(place) = written.blocks.find(ids, from) {
@@ -441,7 +455,7 @@ impl Scan<'_> {
         ids: impl Iterator<Item = I>,
         read: &Range<u32>,
         written: &mut Written,
-        mut hit: impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+        mut hit: impl FnMut(&mut Written, &Range<u32>, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
         for (column, id) in read.clone().zip(ids.skip(read.start as usize)) {
             if self.look(column, id.widen(), written, &mut hit)?.is_break() {
@@ -457,10 +471,12 @@ impl Scan<'_> {
         column: u32,
         id: i64,
         written: &mut Written,
-        hit: &mut impl FnMut(&mut Written, u32, u32) -> ControlFlow<()>,
+        hit: &mut impl FnMut(&mut Written, &Range<u32>, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
         match self.group.block(id) {
-            Some(block) if written.blocks.contains(block) => Ok(hit(written, column, block)),
+            Some(block) if written.blocks.contains(block) => {
+                Ok(hit(written, &slots(self.group, column, self.positions), block))
+            }
             Some(_) => Ok(ControlFlow::Continue(())),
             None => not_null(self.index, self.group, self.position, column, id).map(ControlFlow::Continue),
         }
@@ -477,21 +493,20 @@ fn not_null(index: usize, group: &Group, request: usize, column: u32, id: i64) -
     Err(Error::BlockId { group: index, request, column: column as usize, block: id, num_blocks })
 }
 
-/// Of the writes to a block that a reader holds in `column`, the offset and request of the one that comes last
-/// among the slots the reader reads.
+/// Of the writes to a block of which a reader reads these slots, the offset and request of the one that comes last among
+/// them.
 fn furthest_write(
     group: &Group,
     written: &mut Written,
     requests: &[Request],
     reader: usize,
-    column: u32,
+    read: &Range<u32>,
     block: u32,
 ) -> Option<(u32, usize)> {
-    let read = slots(group, column, &requests[reader].reads(group));
     written
-        .to(block, group, requests, reader, &read)
+        .to(block, group, requests, reader, read)
         .filter_map(|write| {
-            let last = last_shared_slot(group, requests, &read, write)?;
+            let last = last_shared_slot(group, requests, read, write)?;
             Some((last, write.request as usize))
         })
         .max_by_key(|&(last, _)| last)
@@ -526,4 +541,49 @@ fn is_whole(group: &Group, slots: &Range<u32>) -> bool {
 fn slots(group: &Group, column: u32, positions: &Range<u32>) -> Range<u32> {
     let base = column * group.tokens_per_column;
     positions.start.saturating_sub(base)..positions.end.saturating_sub(base).min(group.tokens_per_column)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Group, Request, Written};
+
+    /// What makes a row that repeats a block linear: nobody is shown a write twice, nor one that a later one hides.
+    #[test]
+    fn writes_are_shown_once() {
+        let group = Group {
+            tokens_per_column: 2,
+            num_blocks: 4,
+            sliding_window: None,
+            prompt_in_view: false,
+            attention_chunk_size: None,
+            null_block: None,
+        };
+        // Positions 1 to 8 in five columns: the first and the last in part.
+        let writer = Request { computed: 1, scheduled: 8, offset: 0, settled: 0, prompt: 0, read: 1 };
+        let requests = [writer, Request { offset: 8, ..writer }];
+        let mut written = Written::new(group.num_blocks).unwrap();
+        for column in 0..5 {
+            written.insert(1, 0, column, 0);
+        }
+        written.prepare(group.num_blocks).unwrap();
+        let mut shown = |reader, slots| {
+            let found = written.to(1, &group, &requests, reader, &slots);
+            found.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+        };
+        assert_eq!(shown(2, 0..1), [(0, 4), (0, 3)]);
+        assert_eq!(shown(2, 0..2), [(0, 4), (0, 3)], "the reader had seen a part");
+        assert_eq!(shown(2, 0..2), []);
+        assert_eq!(shown(2, 1..2), []);
+        assert_eq!(shown(3, 0..2), [(0, 4), (0, 3)]);
+        // Another request hides nothing of the first.
+        for column in 0..3 {
+            written.insert(1, 1, column, 0);
+        }
+        let mut shown = |reader| {
+            let found = written.to(1, &group, &requests, reader, &(0..2));
+            found.map(|write| (write.request, write.column)).collect::<Vec<_>>()
+        };
+        assert_eq!(shown(3), [(1, 2), (0, 4), (0, 3)]);
+        assert_eq!(shown(3), []);
+    }
 }

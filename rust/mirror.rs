@@ -452,6 +452,7 @@ mod tests {
             num_blocks: 12,
             sliding_window: None,
             attention_chunk_size: None,
+            prompt_in_view: false,
             null_block: None,
         }
     }

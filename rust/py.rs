@@ -188,11 +188,13 @@ fn groups(objects: &Bound<'_, PyAny>) -> PyResult<Vec<Group>> {
             value.extract().map_err(|_| wrong(&name.to_string(), &value))
         };
         let null_block = object.getattr(intern!(py, "null_block"))?;
+        let prompt_in_view = object.getattr(intern!(py, "prompt_in_view"))?;
         groups.push(Group {
             tokens_per_column: size(intern!(py, "tokens_per_column"))?,
             num_blocks: size(intern!(py, "num_blocks"))?,
             sliding_window: optional(intern!(py, "sliding_window"))?,
             attention_chunk_size: optional(intern!(py, "attention_chunk_size"))?,
+            prompt_in_view: prompt_in_view.extract().map_err(|_| wrong("prompt_in_view", &prompt_in_view))?,
             null_block: null_block.extract().map_err(|_| wrong("null_block", &null_block))?,
         });
     }
@@ -264,23 +266,29 @@ macro_rules! with_values {
     };
 }
 
-fn fill(
-    batch: &mut Batch,
-    computed: &Bound<'_, PyAny>,
-    scheduled: &Bound<'_, PyAny>,
-    settled: Option<&Bound<'_, PyAny>>,
-    read: Option<&Bound<'_, PyAny>>,
-) -> PyResult<()> {
-    let computed = Ints::borrow("num_computed_tokens", computed)?;
-    let scheduled = Ints::borrow("num_scheduled_tokens", scheduled)?;
+/// Counts of a step that it need not have.
+#[derive(Clone, Copy)]
+struct More<'a, 'py> {
+    settled: Option<&'a Bound<'py, PyAny>>,
+    read: Option<&'a Bound<'py, PyAny>>,
+    prompt: Option<&'a Bound<'py, PyAny>>,
+}
+
+fn fill(batch: &mut Batch, counts: [&Bound<'_, PyAny>; 2], more: More<'_, '_>) -> PyResult<()> {
+    let computed = Ints::borrow("num_computed_tokens", counts[0])?;
+    let scheduled = Ints::borrow("num_scheduled_tokens", counts[1])?;
     with_values!(computed of &computed => with_values!(scheduled of &scheduled => batch.fill(computed, scheduled)))?;
-    if let Some(settled) = settled {
+    if let Some(settled) = more.settled {
         let settled = Ints::borrow("num_settled_tokens", settled)?;
         with_values!(settled of &settled => batch.settle(settled))?;
     }
-    if let Some(read) = read {
+    if let Some(read) = more.read {
         let read = Ints::borrow("num_read_tokens", read)?;
         with_values!(read of &read => batch.read_on(read))?;
+    }
+    if let Some(prompt) = more.prompt {
+        let prompt = Ints::borrow("num_prompt_tokens", prompt)?;
+        with_values!(prompt of &prompt => batch.prompts(prompt))?;
     }
     Ok(())
 }
@@ -331,14 +339,13 @@ impl Checker {
         &mut self,
         block_tables: &Bound<'_, PyAny>,
         counts: [&Bound<'_, PyAny>; 2],
-        settled: Option<&Bound<'_, PyAny>>,
-        read: Option<&Bound<'_, PyAny>>,
+        more: More<'_, '_>,
         question: impl FnOnce(&mut Self, &[Table<'_>]) -> crate::error::Result<T> + Send,
     ) -> PyResult<T>
     where
         T: Send,
     {
-        fill(&mut self.batch, counts[0], counts[1], settled, read)?;
+        fill(&mut self.batch, counts, more)?;
         let ids: SmallVec<[Ids<'_>; FEW]> =
             block_tables.try_iter()?.map(|table| Ids::borrow(&table?)).collect::<PyResult<_>>()?;
         let tables: SmallVec<[Table<'_>; FEW]> = ids.iter().map(Ids::table).collect();
@@ -361,7 +368,7 @@ impl Checker {
         Ok(Self { core, batch: Batch::default(), found: Vec::new(), planner: Planner::default() })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn is_safe(
         slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
@@ -371,19 +378,19 @@ impl Checker {
         last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         exclusive(slf, |this| {
             this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
-                num_settled_tokens,
-                num_read_tokens,
+                More { settled: num_settled_tokens, read: num_read_tokens, prompt: num_prompt_tokens },
                 |this, tables| this.core.is_safe(tables, &this.batch, cuts(first_cut, last_cut)),
             )
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_settled_tokens=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn unsafe_cuts(
         slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
@@ -393,13 +400,13 @@ impl Checker {
         last_cut: Option<Clipped>,
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
         exclusive(slf, |this| {
             this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
-                num_settled_tokens,
-                num_read_tokens,
+                More { settled: num_settled_tokens, read: num_read_tokens, prompt: num_prompt_tokens },
                 |this, tables| {
                     this.core.unsafe_cuts(tables, &this.batch, cuts(first_cut, last_cut), &mut this.found)?;
                     Ok(unsafe_tuples(&this.found))
@@ -408,7 +415,7 @@ impl Checker {
         })
     }
 
-    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None, num_read_tokens=None))]
+    #[pyo3(signature = (block_tables, num_computed_tokens, num_scheduled_tokens, phases=None, num_settled_tokens=None, short_query=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn order(
         slf: &Bound<'_, Self>,
         block_tables: &Bound<'_, PyAny>,
@@ -418,14 +425,14 @@ impl Checker {
         num_settled_tokens: Option<&Bound<'_, PyAny>>,
         short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         exclusive(slf, |this| {
             let phases = phases.map(self::phases).transpose()?;
             this.ask(
                 block_tables,
                 [num_computed_tokens, num_scheduled_tokens],
-                num_settled_tokens,
-                num_read_tokens,
+                More { settled: num_settled_tokens, read: num_read_tokens, prompt: num_prompt_tokens },
                 |this, tables| {
                     let (planner, requests) = (&mut this.planner, this.batch.requests().len());
                     planner.clear();
@@ -591,6 +598,7 @@ fn slot_array<'py>(object: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py,
     }
 }
 
+#[expect(clippy::too_many_arguments, reason = "those of the Python methods")]
 #[pymethods]
 impl Mirror {
     #[new]
@@ -727,7 +735,7 @@ impl Mirror {
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn is_safe(
         slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
@@ -736,15 +744,20 @@ impl Mirror {
         first_cut: Option<Clipped>,
         last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         exclusive(slf, |this| {
-            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+            fill(
+                &mut this.batch,
+                [num_computed_tokens, num_scheduled_tokens],
+                More { settled: None, read: num_read_tokens, prompt: num_prompt_tokens },
+            )?;
             let slots = slot_array(slots)?;
             Ok(this.core.is_safe(slots.as_slice()?, &mut this.batch, cuts(first_cut, last_cut))?)
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, first_cut=None, last_cut=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn unsafe_cuts(
         slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
@@ -753,9 +766,14 @@ impl Mirror {
         first_cut: Option<Clipped>,
         last_cut: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<UnsafeTuple>> {
         exclusive(slf, |this| {
-            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+            fill(
+                &mut this.batch,
+                [num_computed_tokens, num_scheduled_tokens],
+                More { settled: None, read: num_read_tokens, prompt: num_prompt_tokens },
+            )?;
             let slots = slot_array(slots)?;
             let (slots, cuts) = (slots.as_slice()?, cuts(first_cut, last_cut));
             let Mirror { core, batch, found, .. } = this;
@@ -764,7 +782,7 @@ impl Mirror {
         })
     }
 
-    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None, num_read_tokens=None))]
+    #[pyo3(signature = (slots, num_computed_tokens, num_scheduled_tokens, phases=None, short_query=None, num_read_tokens=None, num_prompt_tokens=None))]
     fn order(
         slf: &Bound<'_, Self>,
         slots: &Bound<'_, PyAny>,
@@ -773,10 +791,15 @@ impl Mirror {
         phases: Option<&Bound<'_, PyAny>>,
         short_query: Option<Clipped>,
         num_read_tokens: Option<&Bound<'_, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<OrderTuple>> {
         exclusive(slf, |this| {
             let phases = phases.map(self::phases).transpose()?;
-            fill(&mut this.batch, num_computed_tokens, num_scheduled_tokens, None, num_read_tokens)?;
+            fill(
+                &mut this.batch,
+                [num_computed_tokens, num_scheduled_tokens],
+                More { settled: None, read: num_read_tokens, prompt: num_prompt_tokens },
+            )?;
             let slots = slot_array(slots)?;
             let slots = slots.as_slice()?;
             let short_query = short_query.map(|Clipped(most)| most);

@@ -16,6 +16,8 @@ pub struct Group {
     pub num_blocks: u32,
     /// A query at p attends to `p - window + 1 ..= p`.
     pub sliding_window: Option<u32>,
+    /// Beside a window, a query attends to the prompt of its request as well.
+    pub prompt_in_view: bool,
     /// A query at p attends from the start of its chunk.
     pub attention_chunk_size: Option<u32>,
     /// The block that holds no data.
@@ -43,6 +45,9 @@ impl Group {
         }
         if self.sliding_window.is_some() && self.attention_chunk_size.is_some() {
             return refuse("sliding_window and attention_chunk_size are both set".into());
+        }
+        if self.prompt_in_view && self.sliding_window.is_none() {
+            return refuse("prompt_in_view is set without a sliding_window".into());
         }
         if self.null_block.is_some_and(|null| i32::try_from(null).is_err()) {
             return refuse(format!("null_block is {:?}; block ids have 31 bits", self.null_block));
@@ -95,19 +100,23 @@ pub struct Request {
     pub offset: u32,
     /// Leading positions that an earlier step wrote.
     pub settled: u32,
+    /// Leading positions that are its prompt.
+    pub prompt: u32,
     /// Where its reads of others' making end and its writes begin: `computed`, or beyond, within its tokens.
     pub read: u32,
 }
 
 impl Request {
-    /// Positions of others' making that its queries read in `group`.
+    /// Positions of others' making that its queries read in `group`: of the prompt below the window, and from there on.
     #[inline]
     #[must_use]
-    pub fn reads(&self, group: &Group) -> Range<u32> {
+    pub fn reads(&self, group: &Group) -> [Range<u32>; 2] {
         if self.scheduled == 0 {
-            return 0..0;
+            return [0..0, 0..0];
         }
-        group.first_read(self.computed).max(self.settled)..self.read
+        let first = group.first_read(self.computed);
+        let prompt = if group.prompt_in_view { self.settled..self.prompt.min(first) } else { 0..0 };
+        [prompt, first.max(self.settled)..self.read]
     }
 
     /// Whether it is known to read nothing that this step writes: it ran before, and what it has is written.
@@ -178,7 +187,7 @@ impl Batch {
             bits |= computed | scheduled | computed.wrapping_add(scheduled) | total;
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked below")]
             let [computed, scheduled, offset] = [computed as u32, scheduled as u32, offset as u32];
-            Request { computed, scheduled, offset, settled: 0, read: computed }
+            Request { computed, scheduled, offset, settled: 0, prompt: u32::MAX, read: computed }
         }));
         self.num_tokens = u32::try_from(total).unwrap_or(0);
         if (0..=i64::from(i32::MAX)).contains(&bits) {
@@ -220,6 +229,18 @@ impl Batch {
         same_length("num_settled_tokens", settled.len(), self.requests.len())?;
         for (request, (counts, value)) in self.requests.iter_mut().zip(settled).enumerate() {
             counts.settled = count("num_settled_tokens", request, value)?;
+        }
+        Ok(())
+    }
+
+    /// Say how many leading positions of each request are its prompt. Until then all are taken to be.
+    ///
+    /// # Errors
+    /// A length that disagrees, negative counts.
+    pub fn prompts(&mut self, prompt: impl ExactSizeIterator<Item = i64>) -> Result<()> {
+        same_length("num_prompt_tokens", prompt.len(), self.requests.len())?;
+        for (request, (counts, value)) in self.requests.iter_mut().zip(prompt).enumerate() {
+            counts.prompt = count("num_prompt_tokens", request, value)?;
         }
         Ok(())
     }

@@ -130,7 +130,7 @@ MUTANTS = [
         "hazard.rs",
         "only the latest writer of a block",
         "if write.previous == 0 { 0 } else { *latest }",
-        "0",
+        "0_u32",
     ),
     Mutant(
         "hazard.rs",
@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         "step.rs",
         "settled tokens ignored",
-        "group.first_read(self.computed).max(self.settled)",
-        "group.first_read(self.computed).max(self.settled - self.settled)",
+        "first.max(self.settled)..self.read",
+        "first..self.read",
     ),
     Mutant(
         "step.rs",
@@ -283,8 +283,26 @@ MUTANTS = [
     Mutant(
         "step.rs",
         "reads end at the computed tokens",
-        "group.first_read(self.computed).max(self.settled)..self.read",
-        "group.first_read(self.computed).max(self.settled)..self.computed.min(self.read)",
+        "first.max(self.settled)..self.read",
+        "first.max(self.settled)..self.computed.min(self.read)",
+    ),
+    Mutant(
+        "step.rs",
+        "the prompt is out of view",
+        "self.settled..self.prompt.min(first)",
+        "self.settled..first.min(0)",
+    ),
+    Mutant(
+        "step.rs",
+        "all below the window taken for prompt",
+        "self.settled..self.prompt.min(first)",
+        "self.settled..first",
+    ),
+    Mutant(
+        "step.rs",
+        "settled tokens of the prompt are read",
+        "self.settled..self.prompt.min(first)",
+        "0..self.prompt.min(first).min(self.read)",
     ),
     Mutant(
         "step.rs",

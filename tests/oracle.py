@@ -67,11 +67,14 @@ def reads(step: Step) -> list[Read]:
     """
     result = []
     ends = read_ends(step)
+    prompts = ends if step.num_prompt_tokens is None else step.num_prompt_tokens
     for offset, (request, query) in enumerate(tokens(step)):
         settled = 0 if step.num_settled_tokens is None else int(step.num_settled_tokens[request])
         for group, kind in enumerate(step.groups):
             for position in range(settled, ends[request]):
-                if kind.sliding_window is not None and query - position >= kind.sliding_window:
+                window = kind.sliding_window
+                in_view = kind.prompt_in_view and position < prompts[request]
+                if window is not None and query - position >= window and not in_view:
                     continue
                 chunk = kind.attention_chunk_size
                 if chunk is not None and position <= query and query // chunk != position // chunk:

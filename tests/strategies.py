@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ def groups(draw: st.DrawFn) -> KVCacheGroup:
         sliding_window=window,
         attention_chunk_size=chunk,
         null_block=draw(st.sampled_from([0, 0, None, 3])),
+        prompt_in_view=locality == "window" and draw(st.booleans()),
     )
 
 
@@ -67,9 +70,7 @@ def steps(draw: st.DrawFn, *, max_reqs: int = 6, plausible: bool | None = None) 
         dtype = draw(st.sampled_from(DTYPES))
         if plausible:
             table, num_blocks = _shared_prefixes(draw, needed, width)
-            kind = KVCacheGroup(
-                kind.tokens_per_column, num_blocks, kind.sliding_window, kind.attention_chunk_size, 0
-            )
+            kind = replace(kind, num_blocks=num_blocks, null_block=0)
         else:
             ids = st.integers(0, kind.num_blocks - 1)
             table = [draw(st.lists(ids, min_size=width, max_size=width)) for _ in range(num_reqs)]
@@ -85,6 +86,9 @@ def steps(draw: st.DrawFn, *, max_reqs: int = 6, plausible: bool | None = None) 
     read = None
     if draw(st.booleans()):
         read = [c + draw(st.sampled_from([0, 0, 1, 2, 5, 12])) for c in computed]
+    prompt = None
+    if draw(st.booleans()):
+        prompt = draw(st.lists(st.integers(0, 14), min_size=num_reqs, max_size=num_reqs))
     return Step(
         num_computed_tokens=_counts(draw, computed),
         num_scheduled_tokens=_counts(draw, scheduled),
@@ -92,6 +96,7 @@ def steps(draw: st.DrawFn, *, max_reqs: int = 6, plausible: bool | None = None) 
         groups=tuple(final_kinds),
         num_settled_tokens=None if settled is None else _counts(draw, settled),
         num_read_tokens=None if read is None else _counts(draw, read),
+        num_prompt_tokens=None if prompt is None else _counts(draw, prompt),
     )
 
 

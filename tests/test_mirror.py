@@ -40,6 +40,7 @@ def groups(draw: st.DrawFn) -> KVCacheGroup:
         num_blocks=NUM_BLOCKS,
         sliding_window=draw(st.integers(1, 10)) if kind == "window" else None,
         attention_chunk_size=draw(st.integers(1, 10)) if kind == "chunk" else None,
+        prompt_in_view=kind == "window" and draw(st.booleans()),
         null_block=draw(st.sampled_from([0, 0, None])),
     )
 
@@ -116,19 +117,19 @@ class Scheduler(RuleBasedStateMachine):
     def ask(self, data: st.DataObject, first: int, length: int) -> None:
         request_ids, step = self._batch(data.draw)
         counts = step.num_computed_tokens, step.num_scheduled_tokens
-        read = step.num_read_tokens
+        more = {"num_read_tokens": step.num_read_tokens, "num_prompt_tokens": step.num_prompt_tokens}
         slots = self.mirror.slots(request_ids, missing=True)
         for asked in (None, CutRange(first, first + length)):
             bounds = () if asked is None else (asked.first, asked.last)
             expected = reference.unsafe_cuts(step, asked)
-            found = self.mirror.unsafe_cuts(slots, *counts, *bounds, num_read_tokens=read)
+            found = self.mirror.unsafe_cuts(slots, *counts, *bounds, **more)
             assert tuple(UnsafeCuts(*fields) for fields in found) == expected
-            assert self.mirror.is_safe(slots, *counts, *bounds, num_read_tokens=read) is (not expected)
+            assert self.mirror.is_safe(slots, *counts, *bounds, **more) is (not expected)
         checker = Checker(step.groups)
-        order = self.mirror.order(slots, *counts, num_read_tokens=read)
-        assert order == checker.order(step.block_tables, *counts, num_read_tokens=read)
-        kept = self.mirror.order(slots, *counts, None, 2, read)
-        assert kept == checker.order(step.block_tables, *counts, None, None, 2, read)
+        order = self.mirror.order(slots, *counts, **more)
+        assert order == checker.order(step.block_tables, *counts, **more)
+        kept = self.mirror.order(slots, *counts, short_query=2, **more)
+        assert kept == checker.order(step.block_tables, *counts, short_query=2, **more)
         assert (order is None) == (reference.order(step) is None)
 
     def _batch(self, draw: st.DrawFn) -> tuple[list[str], Step]:
@@ -165,7 +166,10 @@ class Scheduler(RuleBasedStateMachine):
         read = None
         if draw(st.booleans()):
             read = counts[0] + draw(st.sampled_from([0, 1, 3]))
-        return request_ids, Step(*counts, block_tables=tuple(tables), groups=groups, num_read_tokens=read)
+        prompt = counts[0] // 2 if draw(st.booleans()) else None
+        return request_ids, Step(
+            *counts, block_tables=tuple(tables), groups=groups, num_read_tokens=read, num_prompt_tokens=prompt
+        )
 
     def teardown(self) -> None:
         for request_id, rows in getattr(self, "rows", {}).items():
@@ -191,7 +195,12 @@ class _AlwaysSafe:
 
 
 def _without_locality(groups: Sequence[KVCacheGroup]) -> Mirror:
-    return Mirror([replace(group, sliding_window=None, attention_chunk_size=None) for group in groups])
+    return Mirror(
+        [
+            replace(group, sliding_window=None, attention_chunk_size=None, prompt_in_view=False)
+            for group in groups
+        ]
+    )
 
 
 def _without_null(groups: Sequence[KVCacheGroup]) -> Mirror:

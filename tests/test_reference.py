@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,7 @@ def _core_cuts(step: Step, cuts: CutRange | None = None) -> tuple[UnsafeCuts, ..
         last,
         step.num_settled_tokens,
         step.num_read_tokens,
+        step.num_prompt_tokens,
     )
     return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -81,6 +83,7 @@ def _core_order(step: Step, phases: list[int] | None) -> tuple[int, ...] | None:
         None if phases is None else np.array(phases, dtype=np.int8),
         step.num_settled_tokens,
         num_read_tokens=step.num_read_tokens,
+        num_prompt_tokens=step.num_prompt_tokens,
     )
     return None if found is None else tuple(found[0])
 
@@ -249,6 +252,24 @@ class TestByHand:
         assert found == _core_cuts(step)
         assert [(cuts.first, cuts.last) for cuts in found] == ([] if unsafe is None else [unsafe])
 
+    def test_the_prompt_and_the_window_are_read_and_not_the_gap(self) -> None:
+        # Request 0 stands at position 16 with a prompt of 5 and a window of 5: it reads 0..4 and 12..15.
+        group = KVCacheGroup(tokens_per_column=4, num_blocks=100, sliding_window=5, prompt_in_view=True)
+        for block, position, unsafe in (
+            (1, 0, True),
+            (2, 0, True),
+            (2, 1, False),
+            (3, 0, False),
+            (4, 0, True),
+        ):
+            # Request 1 writes one slot of the block.
+            step = _step([16, position], [1, 1], [[1, 2, 3, 4, 5], [block, 0, 0, 0, 0]], group=group)
+            with_prompt = replace(step, num_prompt_tokens=np.array([5, 0]))
+            assert reference.unsafe_cuts(with_prompt) == _core_cuts(with_prompt)
+            assert bool(reference.unsafe_cuts(with_prompt)) is unsafe
+            # Where no prompt ends, all is read.
+            assert reference.unsafe_cuts(step) == _core_cuts(step) != ()
+
     def test_nobody_reads_beyond_its_own_tokens(self) -> None:
         # Request 0 runs positions 4 and 5 of a cached prefix of 8; request 1 writes 6 and 7 of its block.
         step = _step([4, 6], [2, 2], [[1, 2], [1, 2]], read=[8, 6])
@@ -303,6 +324,10 @@ HUGE = np.array([2**31 - 1, 2**31 - 1], dtype=np.int64)
         (Step(COMPUTED, SCHEDULED, (ROWS[:, :1],), (GOOD,)), ShapeError),
         (Step(COMPUTED, SCHEDULED, (ROWS, ROWS), (GOOD,)), ShapeError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), SCHEDULED[:1]), ShapeError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (KVCacheGroup(4, 10, prompt_in_view=True),)), GroupError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), num_prompt_tokens=SCHEDULED[:1]), ShapeError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), num_prompt_tokens=-SCHEDULED), TokenCountError),
+        (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), num_prompt_tokens=HUGE + 1), TokenCountError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, SCHEDULED[:1]), ShapeError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, COMPUTED - 1), TokenCountError),
         (Step(COMPUTED, SCHEDULED, (ROWS,), (GOOD,), None, COMPUTED.astype(np.int16)), DtypeError),

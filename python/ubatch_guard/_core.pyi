@@ -83,6 +83,7 @@ class Checker:
         last_cut: int | None = None,
         num_settled_tokens: IntArray | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> bool:
         """Whether no cut in ``first_cut .. last_cut`` (default: any cut of the step) is unsafe."""
     def unsafe_cuts(
@@ -94,6 +95,7 @@ class Checker:
         last_cut: int | None = None,
         num_settled_tokens: IntArray | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> list[_Unsafe]:
         """The unsafe cuts, clipped to ``first_cut .. last_cut``, ascending and disjoint."""
     def order(
@@ -105,6 +107,7 @@ class Checker:
         num_settled_tokens: IntArray | None = None,
         short_query: int | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> _Order | None:
         """A batch order without unsafe cuts whose phases do not descend, or None.
 
@@ -154,6 +157,7 @@ class Mirror:
         first_cut: int | None = None,
         last_cut: int | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> bool:
         """As `Checker.is_safe`, at one look per written block."""
     def unsafe_cuts(
@@ -164,6 +168,7 @@ class Mirror:
         first_cut: int | None = None,
         last_cut: int | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> list[_Unsafe]:
         """As `Checker.unsafe_cuts`."""
     def order(
@@ -174,6 +179,7 @@ class Mirror:
         phases: npt.NDArray[np.int8] | None = None,
         short_query: int | None = None,
         num_read_tokens: IntArray | None = None,
+        num_prompt_tokens: IntArray | None = None,
     ) -> _Order | None:
         """As `Checker.order`."""
     def first_difference(

@@ -86,6 +86,7 @@ class Guard:
                 asked.first,
                 asked.last,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         self._same_groups(step)
         return self._checker.is_safe(
@@ -96,6 +97,7 @@ class Guard:
             asked.last,
             step.num_settled_tokens,
             step.num_read_tokens,
+            step.num_prompt_tokens,
         )
 
     def unsafe_cuts(self, step: Step | MirroredStep, cuts: CutRange = ALL_CUTS) -> tuple[UnsafeCuts, ...]:
@@ -112,6 +114,7 @@ class Guard:
                 cuts.first,
                 cuts.last,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         else:
             self._same_groups(step)
@@ -123,6 +126,7 @@ class Guard:
                 cuts.last,
                 step.num_settled_tokens,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         return tuple(UnsafeCuts(*fields) for fields in found)
 
@@ -213,6 +217,7 @@ class Guard:
                 allowed,
                 short_query,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         else:
             self._same_groups(step)
@@ -224,6 +229,7 @@ class Guard:
                 step.num_settled_tokens,
                 short_query,
                 step.num_read_tokens,
+                step.num_prompt_tokens,
             )
         if found is None:
             return None

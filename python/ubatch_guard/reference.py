@@ -44,6 +44,7 @@ class _Request(NamedTuple):
     num_settled: int
     num_read: int
     """The positions below it are read; those from it on are written."""
+    num_prompt: int
 
 
 def unsafe_cuts(step: Step, cuts: CutRange | None = None) -> tuple[UnsafeCuts, ...]:
@@ -180,14 +181,13 @@ def _conflicts(step: Step, requests: Sequence[_Request]) -> list[tuple[_Request,
     for index, (group, table) in enumerate(zip(step.groups, step.block_tables, strict=True)):
         written = _writes(group, table, requests)
         for reader in requests:
-            positions = range(_first_read(group, reader), reader.num_read)
-            for column, block in _blocks(group, table, reader.position, positions):
-                if block not in written:
-                    continue
-                first_slot, last_slot = _slots(group, positions, column)
-                for write in written[block]:
-                    last_common = min(last_slot, write.last_slot)
-                    if write.writer != reader.position and max(first_slot, write.first_slot) <= last_common:
+            for positions in _reads(group, reader):
+                for column, block in _blocks(group, table, reader.position, positions):
+                    first_slot, last_slot = _slots(group, positions, column)
+                    for write in written.get(block, ()):
+                        last_common = min(last_slot, write.last_slot)
+                        if write.writer == reader.position or max(first_slot, write.first_slot) > last_common:
+                            continue
                         offset = write.last_offset - (write.last_slot - last_common)
                         conflict = _Conflict(offset, write.writer, index, block)
                         conflicts.setdefault(reader.position, []).append(conflict)
@@ -207,14 +207,15 @@ def _writes(group: KVCacheGroup, table: IntArray, requests: Sequence[_Request]) 
     return written
 
 
-def _first_read(group: KVCacheGroup, reader: _Request) -> int:
-    """The lowest position of others' making that the reader's first token attends to."""
+def _reads(group: KVCacheGroup, reader: _Request) -> tuple[range, range]:
+    """The positions of others' making that the reader attends to: of its prompt, and of the rest."""
     first = 0
     if group.sliding_window is not None:
         first = max(0, reader.num_computed - group.sliding_window + 1)
     elif group.attention_chunk_size is not None:
         first = reader.num_computed // group.attention_chunk_size * group.attention_chunk_size
-    return max(first, reader.num_settled)
+    end_of_prompt = min(reader.num_prompt, first) if group.prompt_in_view else 0
+    return range(reader.num_settled, end_of_prompt), range(max(first, reader.num_settled), reader.num_read)
 
 
 def _columns(group: KVCacheGroup, positions: range) -> range:
@@ -255,6 +256,8 @@ def _requests(step: Step) -> tuple[_Request, ...]:
         else step.num_settled_tokens
     )
     counts.append(step.num_computed_tokens if step.num_read_tokens is None else step.num_read_tokens)
+    all_prompt = np.full(step.num_reqs, np.iinfo(np.int32).max, dtype=np.int32)
+    counts.append(all_prompt if step.num_prompt_tokens is None else step.num_prompt_tokens)
     for count in counts:
         _check_dtype(count)
         if count.shape != (step.num_reqs,):
@@ -269,7 +272,7 @@ def _requests(step: Step) -> tuple[_Request, ...]:
     requests = []
     offset = 0
     for position in range(step.num_reqs):
-        computed, scheduled, settled, read = (int(count[position]) for count in counts)
+        computed, scheduled, settled, read, prompt = (int(count[position]) for count in counts)
         if read < computed:
             raise TokenCountError(
                 f"request {position} reads {read} tokens, fewer than its {computed} computed"
@@ -277,9 +280,9 @@ def _requests(step: Step) -> tuple[_Request, ...]:
         if scheduled:
             # Nobody reads beyond its own tokens.
             last = min(read, computed + scheduled)
-            requests.append(_Request(position, offset, computed, scheduled, settled, last))
+            requests.append(_Request(position, offset, computed, scheduled, settled, last, prompt))
         offset += scheduled
-        if max(offset, computed + scheduled, settled, read) > np.iinfo(np.int32).max:
+        if max(offset, computed + scheduled, settled, read, prompt) > np.iinfo(np.int32).max:
             raise TokenCountError(f"the token counts of request {position} leave 31 bits")
         for group, table in zip(step.groups, step.block_tables, strict=True):
             needed = len(_columns(group, range(computed + scheduled)))
@@ -296,6 +299,8 @@ def _check_groups(step: Step) -> None:
             raise GroupError(f"no tokens per column or no blocks: {group}")
         if group.sliding_window is not None and group.attention_chunk_size is not None:
             raise GroupError(f"both a sliding window and a chunk: {group}")
+        if group.prompt_in_view and group.sliding_window is None:
+            raise GroupError(f"the prompt in view without a sliding window: {group}")
         if group.sliding_window is not None and group.sliding_window < 1:
             raise GroupError(f"sliding window below 1: {group}")
         if group.attention_chunk_size is not None and group.attention_chunk_size < 1:

@@ -32,6 +32,8 @@ class KVCacheGroup:
         sliding_window: A query at position p attends to ``p - sliding_window + 1 .. p``; None: to all.
         attention_chunk_size: Chunked local attention: a query at p attends from the start of its chunk,
             ``p // attention_chunk_size * attention_chunk_size``; None: to all. At most one of the two is set.
+        prompt_in_view: Beside the window, a query attends to the whole prompt of its request, and to nothing
+            in between (vLLM's ``RSWASpec``; ``sliding_window`` is its ``rswa_window``).
         null_block: Id of the block that holds no data (0 in vLLM), never a hazard; None: there is none.
     """
 
@@ -40,6 +42,7 @@ class KVCacheGroup:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     null_block: int | None = 0
+    prompt_in_view: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +65,9 @@ class Step:
             request that runs some cached positions again because another group keeps fewer (vLLM's bounded
             replay, ``NewRequestData.replay_start``: computed is hit - window, read is hit). It is taken to
             read all of them from its first token on, but none beyond its own tokens.
+        num_prompt_tokens: int32 or int64, shape ``[num_reqs]``, or None: the leading positions that are the
+            prompt, for groups with ``prompt_in_view``. None: all positions are taken for prompt, which finds
+            every hazard and may find some that are none.
     """
 
     num_computed_tokens: IntArray
@@ -70,6 +76,7 @@ class Step:
     groups: Sequence[KVCacheGroup]
     num_settled_tokens: IntArray | None = None
     num_read_tokens: IntArray | None = None
+    num_prompt_tokens: IntArray | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -84,14 +91,18 @@ class Step:
     def permuted(self, order: Sequence[int]) -> Step:
         """The same step with the request at position ``order[i]`` moved to position i."""
         index = np.asarray(order, dtype=np.intp)
-        settled, read = self.num_settled_tokens, self.num_read_tokens
+
+        def moved(counts: IntArray | None) -> IntArray | None:
+            return None if counts is None else counts[index]
+
         return Step(
             num_computed_tokens=self.num_computed_tokens[index],
             num_scheduled_tokens=self.num_scheduled_tokens[index],
             block_tables=tuple(table[index] for table in self.block_tables),
             groups=self.groups,
-            num_settled_tokens=None if settled is None else settled[index],
-            num_read_tokens=None if read is None else read[index],
+            num_settled_tokens=moved(self.num_settled_tokens),
+            num_read_tokens=moved(self.num_read_tokens),
+            num_prompt_tokens=moved(self.num_prompt_tokens),
         )
 
 
@@ -105,12 +116,14 @@ class MirroredStep:
         num_computed_tokens: As in `Step`.
         num_scheduled_tokens: As in `Step`.
         num_read_tokens: As in `Step`.
+        num_prompt_tokens: As in `Step`.
     """
 
     slots: npt.NDArray[np.int32]
     num_computed_tokens: IntArray
     num_scheduled_tokens: IntArray
     num_read_tokens: IntArray | None = None
+    num_prompt_tokens: IntArray | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -51,6 +51,8 @@ struct Scope {
     idle_and_settled: bool,
     /// Every number of tokens read ahead.
     ahead: bool,
+    /// Every number of computed tokens that are the prompt.
+    prompt: bool,
 }
 
 impl Scope {
@@ -79,9 +81,12 @@ impl Scope {
                         let scheduled = end - computed;
                         for settled in 0..=if self.idle_and_settled { computed } else { 0 } {
                             for ahead in 0..=if self.ahead { scheduled } else { 0 } {
-                                next.requests[step.num_reqs] = Request { computed, scheduled, settled, ahead };
-                                visit(&next);
-                                self.add_request(&next, visit);
+                                for prompt in 0..=if self.prompt { computed } else { 0 } {
+                                    let request = Request { computed, scheduled, settled, ahead, prompt };
+                                    next.requests[step.num_reqs] = request;
+                                    visit(&next);
+                                    self.add_request(&next, visit);
+                                }
                             }
                         }
                     }
@@ -136,6 +141,7 @@ fn execute(group: &Group, step: &Small) -> Executed {
             }
             for read in counts.settled..counts.read() {
                 let seen = read > position
+                    || (group.prompt_in_view && read < counts.prompt)
                     || group.sliding_window.is_none_or(|window| position < read + window)
                         && group.attention_chunk_size.is_none_or(|chunk| position / chunk == read / chunk);
                 if seen {
@@ -212,6 +218,7 @@ fn full() -> Group {
         num_blocks: u32::try_from(BLOCKS).unwrap(),
         sliding_window: None,
         attention_chunk_size: None,
+        prompt_in_view: false,
         null_block: None,
     }
 }
@@ -246,6 +253,7 @@ impl Subject {
         let computed = requests.iter().map(|request| i64::from(request.computed));
         self.batch.fill(computed, requests.iter().map(|request| i64::from(request.scheduled))).unwrap();
         self.batch.settle(requests.iter().map(|request| i64::from(request.settled))).unwrap();
+        self.batch.prompts(requests.iter().map(|request| i64::from(request.prompt))).unwrap();
         self.batch.read_on(requests.iter().map(|request| i64::from(request.computed + request.ahead))).unwrap();
     }
 
@@ -312,7 +320,7 @@ fn check(name: &str, scope: &Scope, group: &Group, expected_cases: usize) {
 }
 
 fn any_table(max_reqs: usize, max_columns: usize) -> Scope {
-    Scope { shape: Shape::Any, max_reqs, max_columns, idle_and_settled: false, ahead: false }
+    Scope { shape: Shape::Any, max_reqs, max_columns, idle_and_settled: false, ahead: false, prompt: false }
 }
 
 #[test]
@@ -366,6 +374,23 @@ fn reads_ahead_with_windows_and_chunks_idle_and_settled() {
     }
 }
 
+/// A window and the prompt, which may end in the window or leave a gap below it.
+#[test]
+fn prompts_in_view() {
+    for size in 1..=4 {
+        let group = Group { sliding_window: Some(size), prompt_in_view: true, ..full() };
+        let scope = Scope { prompt: true, ..any_table(2, 3) };
+        check(&format!("window {size} and prompt, 2 requests, 3 columns"), &scope, &group, 8_711_001);
+        let scope = Scope { prompt: true, ahead: true, idle_and_settled: true, ..any_table(2, 2) };
+        check(
+            &format!("window {size} and prompt, idle, settled, ahead, 2 requests, 2 columns"),
+            &scope,
+            &group,
+            5_270_619,
+        );
+    }
+}
+
 #[test]
 fn windows_chunks_and_nulls() {
     for size in 1..=4 {
@@ -387,11 +412,12 @@ fn both_oracles_agree() {
     let groups = [
         full(),
         Group { sliding_window: Some(3), ..full() },
+        Group { sliding_window: Some(2), prompt_in_view: true, ..full() },
         Group { attention_chunk_size: Some(3), ..full() },
         Group { null_block: Some(1), ..full() },
     ];
     for group in groups {
-        Scope { idle_and_settled: true, ahead: true, ..any_table(2, 2) }.visit(&mut |small| {
+        Scope { idle_and_settled: true, ahead: true, prompt: true, ..any_table(2, 2) }.visit(&mut |small| {
             let rows = small.rows.map(|row| row.map(i64::from).to_vec());
             let step = Step {
                 groups: vec![group.clone()],

@@ -195,7 +195,8 @@ impl Model {
             let [computed, scheduled, settled] =
                 [end - scheduled, scheduled, settled].map(|tokens| u32::try_from(tokens).unwrap());
             let ahead = if back.index(4) == 0 { scheduled / 2 } else { 0 };
-            Request { computed, scheduled, settled, ahead }
+            let prompt = computed / 2;
+            Request { computed, scheduled, settled, ahead, prompt }
         });
         let rows =
             (0..self.groups.len()).map(|group| slots.iter().map(|slot| self.rows[slot][group].clone()).collect());
@@ -305,7 +306,14 @@ proptest! {
 }
 
 fn full(num_blocks: u32) -> Group {
-    Group { tokens_per_column: 16, num_blocks, sliding_window: None, attention_chunk_size: None, null_block: Some(0) }
+    Group {
+        tokens_per_column: 16,
+        num_blocks,
+        sliding_window: None,
+        attention_chunk_size: None,
+        prompt_in_view: false,
+        null_block: Some(0),
+    }
 }
 
 /// At most 16 bytes a block and 8 bytes an entry of a row, after the largest step there can be.

@@ -12,6 +12,8 @@ pub struct Request {
     pub settled: u32,
     /// Tokens that it reads beyond those computed, as far as it has so many. It does not write them.
     pub ahead: u32,
+    /// Leading positions that are its prompt.
+    pub prompt: u32,
 }
 
 impl Request {
@@ -96,7 +98,7 @@ impl Oracle {
                 for (group, rules) in step.groups.iter().enumerate() {
                     for read in counts.settled..counts.read() {
                         // From which of its tokens on it reads ahead is not known: from the first.
-                        if read > position || attends(rules, position, read) {
+                        if read > position || attends(rules, counts, position, read) {
                             token.reads.extend(slot(group, request, read)?);
                         }
                     }
@@ -179,8 +181,9 @@ impl Oracle {
 }
 
 /// Whether a query attends to a position before it.
-fn attends(group: &Group, query: u32, position: u32) -> bool {
-    let in_window = group.sliding_window.is_none_or(|window| query - position < window);
+fn attends(group: &Group, request: &Request, query: u32, position: u32) -> bool {
+    let in_view = group.prompt_in_view && position < request.prompt;
+    let in_window = in_view || group.sliding_window.is_none_or(|window| query - position < window);
     let in_chunk = group.attention_chunk_size.is_none_or(|chunk| query / chunk == position / chunk);
     in_window && in_chunk
 }
