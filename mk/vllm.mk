@@ -7,7 +7,7 @@ vllm_path = $(CURDIR)/.cache/vllm-$(1)
 
 VLLM_TESTS := $(notdir $(wildcard tests/vllm_cpu/test_*.py))
 # What only the newest release runs, and what it has not.
-VLLM_NEWEST := test_v2_cuts.py test_v2_chunks.py test_patched.py test_versions.py
+VLLM_NEWEST := test_v2_cuts.py test_v2_chunks.py test_patched.py test_scheduler_order.py test_versions.py
 VLLM_OLDER := test_baseline.py $(filter test_v1%,$(VLLM_TESTS))
 VLLM_RUNS := $(addprefix run/0.34.0/,$(filter-out $(VLLM_OLDER),$(VLLM_TESTS))) \
              $(addprefix run/0.32.0/,$(filter-out $(VLLM_NEWEST),$(VLLM_TESTS)))

