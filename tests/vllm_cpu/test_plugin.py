@@ -212,7 +212,8 @@ def test_doctor(environment: dict[str, str], status: int) -> None:
 
 def test_doctor_proves_what_it_says() -> None:
     """Steps of this vLLM's own classes, and histories of its scheduler; without a guard they are not right."""
-    command = "import sys; from ubatch_guard.cli import main; sys.exit(main(['doctor', '--json', '--prove']))"
+    arguments = ["doctor", "--json", "--prove"]
+    command = f"import sys; from ubatch_guard.cli import main; sys.exit(main({arguments!r}))"
     proven = python(command, UBATCH_GUARD_MODE="reorder")
     assert proven.returncode == 0, proven.stdout + proven.stderr
     found = json.loads(proven.stdout)
