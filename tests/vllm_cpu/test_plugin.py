@@ -211,7 +211,7 @@ def test_doctor(environment: dict[str, str], status: int) -> None:
 
 
 def test_doctor_proves_what_it_says() -> None:
-    """Steps of this vLLM's own classes, and histories of its scheduler; without a guard they are not right."""
+    """Steps of this vLLM's own classes, and histories of its scheduler; unguarded, they are not right."""
     arguments = ["doctor", "--json", "--prove"]
     command = f"import sys; from ubatch_guard.cli import main; sys.exit(main({arguments!r}))"
     proven = python(command, UBATCH_GUARD_MODE="reorder")
