@@ -19,7 +19,7 @@ A runner of the V1 shape (``vllm/v1/worker/gpu_model_runner.py``) has
                                             `ubatch_guard.kv_cache_groups`
 ``reorder_batch_threshold`` (optional)      longest query that counts as a decode, or None
 ``attn_groups`` (optional)                  per KV cache group, objects with a ``backend`` class; see
-                                            `ubatch_guard.order_constraint`
+                                            `ubatch_guard.vllm.attention_backends`
 ``requests`` (optional)                     id -> object with ``block_ids``: the mirror is made anew from it
 ``input_batch.block_table.block_tables``    per group ``get_numpy_array()`` and ``num_blocks_per_row``:
 (optional)                                  compared with the mirror when asked to verify
@@ -27,14 +27,18 @@ A runner of the V1 shape (``vllm/v1/worker/gpu_model_runner.py``) has
 
 and ``scheduler_output`` has vLLM's ``scheduled_new_reqs`` (``req_id``, ``block_ids``,
 ``num_computed_tokens``), ``scheduled_cached_reqs`` (``req_ids``, ``new_block_ids``,
-``num_computed_tokens``, ``resumed_req_ids``), ``num_scheduled_tokens``, ``finished_req_ids`` and, if it has
-any, ``preempted_req_ids``, and, if it loads KV, so that a load can fail, a ``kv_connector_metadata`` that is
-not None.
+``num_computed_tokens`` and, if it has any, ``resumed_req_ids``), ``num_scheduled_tokens``,
+``finished_req_ids`` and, if it has any, ``preempted_req_ids``. If the engine loads KV, so that a load can
+fail, ``kv_connector_metadata`` is not None; None says that it loads none, and saves a look at every step.
+Only requests that are new or resumed in a step, or set back by a failed load, may read what others write in
+it.
 
 A runner of the V2 shape (``vllm/v1/worker/gpu/model_runner.py``) has ``finish_requests(scheduler_output)``,
 called first in a step; ``gather_batch_req_state(scheduler_output, dummy_run)``, which answers the batch as
-a named tuple and one more thing; ``execute_model``; ``req_states.num_computed_tokens_np``;
-``decode_query_len``; and ``ubatch_runner``, whose absence is its vote "no".
+a named tuple (``req_ids``, ``num_scheduled_tokens``, ``num_tokens``, ``idx_mapping_np`` and, optional,
+``is_prefilling_np``) and one more thing; ``execute_model``; ``req_states.num_computed_tokens_np``;
+``decode_query_len``; and ``ubatch_runner``, whose absence is its vote "no". What `V1` and `V2` look for in
+vLLM is in ``contract`` of ``ubatch_guard.vllm.v1`` and ``v2``.
 
 Where both a subclass and the plugin hook a runner, the second hook finds nothing left to do.
 """
