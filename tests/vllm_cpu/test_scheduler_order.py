@@ -39,8 +39,9 @@ RELEASES = _releases()
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    path = [str(folder), str(ROOT / "python"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONHASHSEED": "0"}
+    # Without what is on the path already: a release tells its device by its own distribution.
+    path = os.pathsep.join([str(folder), str(ROOT / "python")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
 def _histories(folder: Path, *options: str) -> dict[str, Any]:
