@@ -9,6 +9,8 @@ import pytest
 
 from ubatch_guard import bench
 from ubatch_guard.cases import CASES, CONTEXTS, REQUESTS, Case, by_name, of_context, of_requests, rows_of
+from ubatch_guard.hook_cases import HOOK_CASES, NUM_STEPS, HookCase, HookSubjects, hook_case
+from ubatch_guard.runner.guard import RunnerGuard
 
 BOTH = [variant for case in CASES for variant in (case, case.shuffle())]
 
@@ -74,6 +76,58 @@ def test_the_floor_reads_the_readers_rows() -> None:
     assert bench.Subjects(step).floor(case)() == int(step.block_tables[0][1:3, :4].sum())
 
 
+def test_the_hooks_are_timed_where_nobody_comes_and_where_many_do() -> None:
+    assert [case.name for case in HOOK_CASES] == [
+        "hooks-v1-64",
+        "hooks-v1-256",
+        "hooks-v1-1024",
+        "hooks-v1-256-new1",
+        "hooks-v1-960-new64",
+        "hooks-v2-256",
+        "hooks-v2-1024",
+        "hooks-v2-256-new1",
+        "hooks-v2-960-new64",
+    ]
+
+
+@pytest.mark.parametrize("case", HOOK_CASES, ids=lambda case: case.name)
+def test_a_hook_case_grows_as_an_engine_does(case: HookCase) -> None:
+    """Every decode gets a block in every 16th step, and about as many do in each."""
+    subjects = HookSubjects(case)
+    given = np.zeros(case.decodes, dtype=int)
+    for step in subjects.steps[:16]:
+        scheduled = step.scheduler_output
+        grown = np.array([new is not None for new in scheduled.scheduled_cached_reqs.new_block_ids])
+        given += grown
+        assert grown.sum() == case.decodes // 16
+        assert len(scheduled.scheduled_new_reqs) == case.arriving
+        assert scheduled.kv_connector_metadata is None
+    assert (given == 1).all()
+    assert len(subjects.steps) == NUM_STEPS >= 64
+
+
+@pytest.mark.parametrize("name", ["hooks-v1-64", "hooks-v1-256-new1", "hooks-v2-256", "hooks-v2-256-new1"])
+def test_the_hooks_vote_right_and_can_start_over(name: str) -> None:
+    subjects = HookSubjects(hook_case(name))
+    subjects.check()
+    subjects.open()
+    subjects.guarded()
+    counters = subjects.guard.counters
+    # With the step that has the hazard.
+    assert counters.steps == counters.eligible_allowed == 2 * (NUM_STEPS + 2) + 1
+    assert counters.reordered == 1
+    assert not counters.vetoed
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_guard_that_plans_no_order_stops_the_benchmark(
+    runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunnerGuard, "plan", lambda *_: None)
+    with pytest.raises(AssertionError, match="a reader in front of its writer"):
+        HookSubjects(HookCase(runner, decodes=64)).check()
+
+
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--json", "--all", "--rounds", "1") == 0
     lines = {line["case"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
@@ -83,6 +137,12 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
         assert math.isclose(line["mirror_ratio"], line["numpy_us"] / line["mirror_us"])
         assert math.isclose(line["stateless_ratio"], line["numpy_us"] / line["stateless_us"])
         assert (line["floor_us"] is None) == case.name.startswith(("gsm8k", "decode256"))
+    for case in HOOK_CASES:
+        line = lines[case.name]
+        assert math.isclose(line["ratio"], line["hooks_us"] / line["yardstick_us"])
+        assert (line["floor_us"] is None) == (not case.arriving)
+        if case.arriving:
+            assert math.isclose(line["floor_ratio"], line["hooks_us"] / line["floor_us"])
     # The guard is worth its while by orders of magnitude; no noise hides that.
     assert lines["long1024"]["mirror_ratio"] > 100
     assert lines["mirror-bytes-per-block"]["value"] <= bench.BLOCK_BYTES_GOAL
@@ -94,10 +154,13 @@ def test_the_table_names_every_case(
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(bench, "CASES", CASES[:2])
+    monkeypatch.setattr(bench, "HOOK_CASES", HOOK_CASES[:1])
     assert _run("--rounds", "1") == 0
     out = capsys.readouterr().out
     assert out.count("decode256-shuffled") == 2
     assert "(>= 20)" in out
+    assert "hooks-v1-64" in out
+    assert "(<= 3)" in out
 
 
 @pytest.mark.parametrize("rounds", ["0", "-1", "x"])

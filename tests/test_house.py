@@ -23,7 +23,7 @@ FLOORS = [
     {"runner"},
     {"vllm"},
     {"runner_mixin"},
-    {"cases"},
+    {"cases", "hook_cases"},
     {"engine", "bench"},
     {"cli"},
 ]

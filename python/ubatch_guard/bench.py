@@ -33,6 +33,7 @@ from ubatch_guard.cases import (
     of_context,
     rows_of,
 )
+from ubatch_guard.hook_cases import HOOK_CASES, NUM_STEPS, HookCase, HookSubjects
 from ubatch_guard.step import KVCacheGroup, Step
 
 Call = Callable[[], object]
@@ -66,6 +67,13 @@ GOALS = {
     "long1024": Goal(mirror=1000, floor=3),
     "rag512": Goal(mirror=1000, floor=3),
 }
+
+HOOKS_DECODES_GOAL = {"v1": 3.0}
+"""All hooks of a step without new requests, against vLLM's rule in numpy."""
+HOOKS_DECODES_US_GOAL = {"v2": 2.0}
+"""The same in microseconds."""
+HOOKS_ARRIVING_GOAL = {"v2": 1.0}
+"""All hooks of a step with new requests, against the sort of its batch."""
 GROWTH_GOAL = 1.5
 """The mirror at 1M tokens of context against 1k, at equal work."""
 UPKEEP_GOAL = 5.0
@@ -101,6 +109,27 @@ class CaseResult:
     stateless_floor_ratio: float | None
     unsettled_us: float
     slots_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class HooksResult:
+    """Medians of what the hooks add to a step, in microseconds a step.
+
+    Attributes:
+        case: Its name.
+        hooks_us: All hooks together: a runner whose methods do nothing with them, less the same without.
+        yardstick_us: What vLLM does about such a step itself: V1 its rule in numpy, V2 the sort of its batch.
+        ratio: ``hooks_us / yardstick_us``.
+        floor_us: One look at each block id of the new rows; None in a case without.
+        floor_ratio: ``hooks_us / floor_us``.
+    """
+
+    case: str
+    hooks_us: float
+    yardstick_us: float
+    ratio: float
+    floor_us: float | None
+    floor_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +213,27 @@ class Subjects:
             raise AssertionError(f"the reference says safe={safe}, not so: {', '.join(wrong)}")
 
 
-def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Median time of each call in microseconds, all timed in turns so that noise meets them alike."""
-    timers = {name: timeit.Timer(call, timer=time.thread_time) for name, call in calls.items()}
+def in_turns(
+    calls: Mapping[str, Call], rounds: int, setups: Mapping[str, Call] | None = None
+) -> dict[str, float]:
+    """Median time of each call in microseconds, all timed in turns so that noise meets them alike.
+
+    Args:
+        calls: What is timed.
+        rounds: Samples a median is taken of.
+        setups: What makes some of the calls ready, outside of the time; such a sample is a single call.
+    """
+    setups = setups or {}
+    timers = {
+        name: timeit.Timer(call, setups.get(name, "pass"), timer=time.thread_time)
+        for name, call in calls.items()
+    }
     repeats = {}
     for name, timer in timers.items():
         timer.timeit(1)
-        repeats[name] = max(1, math.ceil(_SAMPLE_SECONDS / max(timer.timeit(3) / 3, 1e-7)))
+        repeats[name] = (
+            1 if name in setups else max(1, math.ceil(_SAMPLE_SECONDS / max(timer.timeit(3) / 3, 1e-7)))
+        )
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -226,6 +269,30 @@ def measure(case: Case, rounds: int) -> CaseResult:
         stateless_floor_ratio=None if floor is None else us["stateless"] / floor,
         unsettled_us=us["unsettled"],
         slots_us=us["slots"],
+    )
+
+
+def measure_hooks(case: HookCase, rounds: int) -> HooksResult:
+    """Check one case, then time it: what the hooks add to a step, over many steps in a row."""
+    subjects = HookSubjects(case)
+    subjects.check()
+    calls: dict[str, Call] = {
+        "guarded": subjects.guarded,
+        "bare": subjects.bare,
+        "yardstick": subjects.yardstick,
+    }
+    if case.arriving:
+        calls["floor"] = subjects.floor
+    us = in_turns(calls, rounds, {"guarded": subjects.open})
+    hooks = (us["guarded"] - us["bare"]) / NUM_STEPS
+    floor = us.get("floor")
+    return HooksResult(
+        case=case.name,
+        hooks_us=hooks,
+        yardstick_us=us["yardstick"],
+        ratio=hooks / us["yardstick"],
+        floor_us=floor,
+        floor_ratio=None if floor is None else hooks / floor,
     )
 
 
@@ -347,17 +414,20 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     cases = itertools.chain.from_iterable((case, case.shuffle()) for case in CASES)
     results = (measure(case, args.rounds) for case in cases)
+    hooks = (measure_hooks(case, args.rounds) for case in HOOK_CASES)
     figures = itertools.chain(growth(args.rounds), upkeep(args.rounds), memory()) if args.all else iter(())
     if args.json:
-        lines: Iterator[CaseResult | Figure] = itertools.chain(results, figures)
+        lines: Iterator[CaseResult | HooksResult | Figure] = itertools.chain(results, hooks, figures)
         for line in lines:
             print(json.dumps(asdict(line)), flush=True)
     else:
-        _print_tables(list(results), list(figures))
+        _print_tables(list(results), list(hooks), list(figures))
     return 0
 
 
-def _print_tables(results: Sequence[CaseResult], figures: Sequence[Figure]) -> None:
+def _print_tables(
+    results: Sequence[CaseResult], hooks: Sequence[HooksResult], figures: Sequence[Figure]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -381,9 +451,25 @@ def _print_tables(results: Sequence[CaseResult], figures: Sequence[Figure]) -> N
             _rated(result.stateless_ratio, goal.stateless, ">="),
             _rated(result.stateless_floor_ratio, goal.floor, "<="),
         )
+    around = table(
+        "all hooks of a step, µs (goal)",
+        ("case", "hooks", "vLLM", "/ vLLM", "one look", "/ one look"),
+    )
+    for case, line in zip(HOOK_CASES, hooks, strict=True):
+        goals = HOOKS_ARRIVING_GOAL if case.arriving else HOOKS_DECODES_GOAL
+        us_goal = None if case.arriving else HOOKS_DECODES_US_GOAL.get(case.runner)
+        around.add_row(
+            line.case,
+            _rated(line.hooks_us, us_goal, "<="),
+            _digits(line.yardstick_us),
+            _rated(line.ratio, goals.get(case.runner), "<="),
+            _rated(line.floor_us, None, "<="),
+            _rated(line.floor_ratio, None, "<="),
+        )
     console = Console()
     console.print(times)
     console.print(ratios)
+    console.print(around)
     if figures:
         others = table("the mirror (goal)", ("figure", "value", "unit"))
         for figure in figures:
