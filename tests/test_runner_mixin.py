@@ -187,6 +187,22 @@ def test_who_is_set_back_is_known_across_finishing_and_preemption() -> None:
     assert runner.ubatch_guard.may_plan
 
 
+def test_a_request_that_is_set_back_is_looked_at_until_it_has_caught_up() -> None:
+    """Also in a step whose scheduler output says nothing of loads."""
+    runner = make_runner()
+    vote(runner, loading(step(new("a", [1, 2], 0, 20), new("b", [3, 4], 0, 20))))
+    vote(runner, loading(step(running={"a": (20, 1, None), "b": (0, 16, None)})))
+    guard = runner.ubatch_guard
+    assert guard.rows.set_back
+    silent = loading(step(running={"a": (21, 1, None), "b": (0, 16, None)}))
+    silent.kv_connector_metadata = None
+    runner._update_states(silent)
+    assert not guard.rows.loads_kv
+    assert guard.must_look_anyway()
+    vote(runner, loading(step(running={"a": (22, 1, None), "b": (16, 8, None)})))
+    assert not guard.rows.set_back
+
+
 def test_resumed_and_preempted_rows_are_replaced() -> None:
     runner = make_runner(Policy.VETO, verify_every=1)
     assert vote(runner, step(new("a", [1, 2], 0, 32), new("b", [3, 4], 0, 32)))[1]

@@ -277,7 +277,8 @@ class Guard:
         order = self.order(step, phases, constraint, short_query)
         if order is None:
             return Verdict(False, Reason.NO_ORDER, unsafe)
-        if max_demoted_tokens is not None and _num_demoted_tokens(step, order) > max_demoted_tokens:
+        counts = step.num_computed_tokens, step.num_scheduled_tokens
+        if max_demoted_tokens is not None and order.num_demoted_tokens(*counts) > max_demoted_tokens:
             return Verdict(False, Reason.DEMOTES, unsafe)
         return Verdict(True, Reason.REORDERED, unsafe, order)
 
@@ -363,11 +364,3 @@ def _text_of(error: Exception) -> str:
         return str(error)
     except Exception:
         return "?"
-
-
-def _num_demoted_tokens(step: Step | MirroredStep, order: Order) -> int:
-    """Tokens that the demoted requests have when the step is done."""
-    return sum(
-        int(step.num_computed_tokens[request]) + int(step.num_scheduled_tokens[request])
-        for request in order.demoted
-    )

@@ -216,6 +216,10 @@ class Order:
     swaps: tuple[tuple[int, int], ...]
     demoted: tuple[int, ...] = ()
 
+    def num_demoted_tokens(self, num_computed_tokens: IntArray, num_scheduled_tokens: IntArray) -> int:
+        """Tokens that the demoted requests have when the step is done; both arrays in the present order."""
+        return sum(int(num_computed_tokens[who]) + int(num_scheduled_tokens[who]) for who in self.demoted)
+
 
 class Policy(enum.Enum):
     """What a guard does about a step with an unsafe cut."""

@@ -222,7 +222,8 @@ class RunnerGuard:
 
     def must_look_anyway(self) -> bool:
         """The same, should nobody be new."""
-        return self._step.failed is not None or self.trace.on or self.rows.loads_kv
+        rows = self.rows
+        return self._step.failed is not None or self.trace.on or rows.loads_kv or bool(rows.set_back)
 
     def vote_without_readers(self, num_reqs: int, eligible: bool) -> bool:
         """`vote` in a step in which nobody may read, or no cut can come: True, and counted."""
@@ -489,11 +490,10 @@ class RunnerGuard:
         """Whether the order takes no more context from the decodes than it may; counts what it takes."""
         if not order.demoted:
             return True
-        who = list(order.demoted)
-        num_tokens = int(batch.num_computed_tokens[who].sum() + batch.num_scheduled_tokens[who].sum())
+        num_tokens = order.num_demoted_tokens(batch.num_computed_tokens, batch.num_scheduled_tokens)
         if self.settings.max_demoted_tokens is not None and num_tokens > self.settings.max_demoted_tokens:
             return False
-        self.counters.demoted_requests += len(who)
+        self.counters.demoted_requests += len(order.demoted)
         self.counters.demoted_tokens += num_tokens
         return True
 

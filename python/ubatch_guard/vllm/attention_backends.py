@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ubatch_guard.step import OrderConstraint
+from ubatch_guard.vllm import parallel_config
 
 THREE_SECTIONS = "split_decodes_prefills_and_extends"
 
@@ -45,6 +46,22 @@ def order_constraint(
     if prefill_context_parallel or any(keeps_order(backend, decode_context_parallel) for backend in backends):
         return OrderConstraint.FIXED
     return OrderConstraint.FREE if decode_threshold is None else OrderConstraint.DECODES_LEAD
+
+
+def attention_groups(runner: Any) -> list[Any]:
+    """All attention groups of a runner, of whichever KV cache group."""
+    return [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
+
+
+def order_constraint_of(runner: Any, decode_threshold: int | None) -> OrderConstraint:
+    """The constraint of the backends that ``runner`` uses, under its parallel configuration."""
+    config = getattr(runner, "parallel_config", None)
+    return order_constraint(
+        [group.backend for group in attention_groups(runner)],
+        decode_threshold,
+        parallel_config.context_parallel(config, "decode"),
+        parallel_config.context_parallel(config, "prefill"),
+    )
 
 
 def keeps_order(backend: Any, decode_context_parallel: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +43,14 @@ def missing(package: Path, contract: Iterable[Needs]) -> list[str]:
             lacking.append(f"{needs.module}.{needs.cls}")
             continue
         members = members_of(cls)
-        for name in needs.names:
-            method, _, parameters = name.rstrip(")").partition("(")
-            if method not in members or not members[method].issuperset(filter(None, parameters.split(", "))):
-                lacking.append(f"{needs.module}.{needs.cls}.{name}")
+        lacking += [f"{needs.module}.{needs.cls}.{name}" for name in needs.names if not has(members, name)]
     return lacking
+
+
+def has(members: Mapping[str, frozenset[str]], name: str) -> bool:
+    """Whether a class with these `members_of` has a name, written as in `Needs`."""
+    method, _, parameters = name.rstrip(")").partition("(")
+    return method in members and members[method].issuperset(filter(None, parameters.split(", ")))
 
 
 @functools.lru_cache(maxsize=32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.vllm.contract import Needs, find_class, missing, parse
 
 Hook = Callable[..., Any]
@@ -27,6 +28,7 @@ class Generation:
         required: Hooks without which a runner of this shape cannot be guarded; one of each tuple will do.
         contract: What is read of vLLM.
         vote: From the runner's class to what it votes by (None: by nothing) and what its vote lacks.
+        guard_of: The guard of a runner of this shape; None: it is off.
         microbatches: Whether these sources, the folder ``vllm``, run microbatches on this runner at all.
     """
 
@@ -38,6 +40,7 @@ class Generation:
     required: tuple[tuple[str, ...], ...]
     contract: tuple[Needs, ...]
     vote: Callable[[ast.ClassDef], tuple[str | None, list[str]]]
+    guard_of: Callable[[Any], RunnerGuard | None]
     microbatches: Callable[[Path], bool]
 
     def source(self, package: Path) -> Path:

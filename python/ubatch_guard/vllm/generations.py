@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ubatch_guard.runner.guard import RunnerGuard
-from ubatch_guard.vllm import v1, v2
 from ubatch_guard.vllm.generation import Generation
+from ubatch_guard.vllm.v1 import V1
+from ubatch_guard.vllm.v2 import V2
 
-GENERATIONS: tuple[Generation, ...] = (v2.V2, v1.V1)
+GENERATIONS: tuple[Generation, ...] = (V2, V1)
 """The newest first."""
-
-_GUARD_OF: dict[str, Callable[[Any], RunnerGuard | None]] = {"v1": v1.guard_of, "v2": v2.guard_of}
 
 
 def generation_of(cls: type) -> Generation | None:
@@ -23,4 +21,4 @@ def generation_of(cls: type) -> Generation | None:
 def runner_guard(runner: Any) -> RunnerGuard | None:
     """The guard of ``runner``, made at the first call; None when it is off. Never raises in a step."""
     generation = generation_of(type(runner))
-    return None if generation is None else _GUARD_OF[generation.name](runner)
+    return None if generation is None else generation.guard_of(runner)

@@ -73,6 +73,9 @@ def own_cuts(
         ubatches: Microbatches of a split step.
         uniform_query_len: The one length of all queries; None: they differ.
     """
+    if context_parallel(getattr(runner, "parallel_config", None), "prefill"):
+        # It deals the tokens out anew after the vote.
+        return None
     said = getattr(runner, CUTS, None)
     if said is not None:
         cuts = said(num_tokens, ubatches)

@@ -229,7 +229,7 @@ def _drive_v1(module: Any, requests: tuple[_Request, ...]) -> tuple[tuple[str, .
     runner = object.__new__(module.GPUModelRunner)
     for name in ("speculative_config", "lora_config", "num_accepted_tokens_event"):
         setattr(runner, name, None)
-    for name in ("late_interaction_runner", "encoder_cache", "compilation_config", "cache_config"):
+    for name in ("late_interaction_runner", "compilation_config", "cache_config"):
         setattr(runner, name, _Whatever())
     for name in ("is_pooling_model", "uses_mrope", "use_async_spec_decode", "use_async_scheduling"):
         setattr(runner, name, False)
@@ -404,8 +404,9 @@ class _ScheduledRunner:
         self.finish_requests(scheduler_output)
         cached, indices = scheduler_output.scheduled_cached_reqs, self.req_states.req_id_to_index
         for request in scheduler_output.scheduled_new_reqs:
-            free = (index for index in range(4096) if index not in set(indices.values()))
-            indices[request.req_id] = index = indices.get(request.req_id, next(free))
+            taken = set(indices.values())
+            free = next(index for index in range(len(self._prefill_len)) if index not in taken)
+            indices[request.req_id] = index = indices.get(request.req_id, free)
             tokens = request.prefill_token_ids or request.prompt_token_ids
             self._prefill_len[index] = len(tokens)
             self.req_states.num_computed_tokens_np[index] = request.num_computed_tokens

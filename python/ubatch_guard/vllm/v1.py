@@ -20,17 +20,18 @@ from ubatch_guard.kv_cache_groups import EngineGroups
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import OrderConstraint, Policy
+from ubatch_guard.step import Policy
 from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
 from ubatch_guard.vllm.attach import attachment_of
-from ubatch_guard.vllm.attention_backends import order_constraint
-from ubatch_guard.vllm.contract import Needs, find_method
+from ubatch_guard.vllm.attention_backends import order_constraint_of
+from ubatch_guard.vllm.contract import Needs, has, members_of
 from ubatch_guard.vllm.followed_rows import AllRows
 from ubatch_guard.vllm.generation import Generation, Hook
 
 _DECIDES = "_determine_batch_execution_and_padding"
 _VOTES = "_allow_microbatching"
+_COUNTS = "num_reqs, num_scheduled_tokens_np"
 
 
 def guard_of(runner: Any) -> RunnerGuard | None:
@@ -174,13 +175,10 @@ def _batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.int3
         num_computed_tokens=input_batch.num_computed_tokens_cpu[:num_reqs],
         num_scheduled_tokens=num_scheduled_tokens,
         num_ubatches=ubatches,
-        # Prefill context parallelism deals the tokens out anew after the vote.
-        cuts=None
-        if parallel_config.context_parallel(config, "prefill")
-        else parallel_config.own_cuts(runner, _DECIDES, num_tokens, ubatches),
+        cuts=parallel_config.own_cuts(runner, _DECIDES, num_tokens, ubatches),
         decode_threshold=threshold,
         decode_query_len=getattr(runner, "uniform_decode_query_len", 1),
-        order_constraint=lambda: _order_constraint(runner, threshold),
+        order_constraint=lambda: order_constraint_of(runner, threshold),
         eligible=_eligible(runner, num_scheduled_tokens),
     )
 
@@ -191,16 +189,6 @@ def _eligible(runner: Any, num_scheduled_tokens: npt.NDArray[np.int32]) -> bool:
         int(num_scheduled_tokens.sum()),
         num_scheduled_tokens,
         getattr(runner, "uniform_decode_query_len", 1),
-    )
-
-
-def _order_constraint(runner: Any, threshold: int | None) -> OrderConstraint:
-    config = getattr(runner, "parallel_config", None)
-    return order_constraint(
-        [group.backend for groups in getattr(runner, "attn_groups", ()) for group in groups],
-        threshold,
-        parallel_config.context_parallel(config, "decode"),
-        parallel_config.context_parallel(config, "prefill"),
     )
 
 
@@ -217,16 +205,11 @@ def _verify(runner: Any, guard: RunnerGuard, batch: Batch) -> None:
 
 
 def _vote_of(cls: ast.ClassDef) -> tuple[str | None, list[str]]:
-    if find_method(cls, _VOTES) is not None:
-        return _VOTES, _lacking(cls, _VOTES, "num_reqs", "num_scheduled_tokens_np")
-    parameters = ("num_reqs", "num_scheduled_tokens_np", "allow_microbatching")
-    return f"{_DECIDES}(allow_microbatching=)", _lacking(cls, _DECIDES, *parameters)
-
-
-def _lacking(cls: ast.ClassDef, name: str, *parameters: str) -> list[str]:
-    method = find_method(cls, name)
-    known = {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)} if method else set()
-    return [] if known.issuperset(parameters) else [f"{name}({', '.join(parameters)})"]
+    members = members_of(cls)
+    vote, needed = f"{_DECIDES}(allow_microbatching=)", f"{_DECIDES}({_COUNTS}, allow_microbatching)"
+    if _VOTES in members:
+        vote, needed = _VOTES, f"{_VOTES}({_COUNTS})"
+    return vote, [] if has(members, needed) else [needed]
 
 
 def _microbatches(package: Path) -> bool:
@@ -247,7 +230,7 @@ V1 = Generation(
             (
                 "_update_states(scheduler_output)",
                 "_may_reorder_batch(scheduler_output)",
-                f"{_DECIDES}(num_reqs, num_scheduled_tokens_np)",
+                f"{_DECIDES}({_COUNTS})",
                 "input_batch",
                 "requests",
                 "reorder_batch_threshold",
@@ -279,5 +262,6 @@ V1 = Generation(
         Needs("vllm.v1.core.sched.output", "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
     ),
     vote=_vote_of,
+    guard_of=guard_of,
     microbatches=_microbatches,
 )

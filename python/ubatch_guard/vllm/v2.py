@@ -22,11 +22,11 @@ from ubatch_guard.kv_cache_groups import EngineGroups
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import OrderConstraint, Policy
+from ubatch_guard.step import Policy
 from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
 from ubatch_guard.vllm.attach import Attachment, attachment_of
-from ubatch_guard.vllm.attention_backends import order_constraint
+from ubatch_guard.vllm.attention_backends import attention_groups, order_constraint_of
 from ubatch_guard.vllm.contract import Needs, find_method
 from ubatch_guard.vllm.cut_check import first_read_of_a_later_write
 from ubatch_guard.vllm.followed_rows import AllRows, NewRows
@@ -162,9 +162,6 @@ def _decide(
         return gathered, guard.vote_without_readers(num_reqs, eligible)
     if parallel_config.too_small(config, num_tokens) and not guard.trace.on:
         return gathered, guard.vote_without_readers(num_reqs, False)
-    # Also finds who is set back.
-    num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
-    guard.rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
     batch = _batch(runner, guard, scheduler_output, gathered)
     if (order := guard.plan(batch)) is not None:
         gathered = (_permuted(state, order.permutation), *gathered[1:])
@@ -180,6 +177,8 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
     config, rows = runner.parallel_config, guard.rows
     counts = state.num_scheduled_tokens
     num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
+    # Finds who is set back, which a refusal goes by; looks once in a step.
+    rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
     # Adaptive verification trims ``state.num_tokens`` below the sum.
     num_tokens = int(counts.sum())
     ubatches = parallel_config.num_ubatches(config)
@@ -189,9 +188,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
         num_computed_tokens=num_computed_tokens,
         num_scheduled_tokens=counts,
         num_ubatches=ubatches,
-        cuts=None
-        if parallel_config.context_parallel(config, "prefill")
-        else parallel_config.own_cuts(
+        cuts=parallel_config.own_cuts(
             runner,
             _DECIDES,
             num_tokens,
@@ -200,7 +197,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
         ),
         decode_threshold=threshold,
         decode_query_len=runner.decode_query_len,
-        order_constraint=lambda: _order_constraint(runner, threshold),
+        order_constraint=lambda: order_constraint_of(runner, threshold),
         eligible=parallel_config.eligible(config, int(state.num_tokens), counts, runner.decode_query_len),
         refusal=_refusal(runner, guard, scheduler_output),
         unsure=None if rows.complete else _unsure(runner, guard, state, num_computed_tokens),
@@ -264,24 +261,10 @@ def _as_scheduled(new: Iterable[str], req_ids: list[str], scheduler_output: Any)
 def _decode_threshold(runner: Any) -> int:
     """Longest query that an attention backend runs as a decode, in tokens."""
     threshold = int(runner.decode_query_len)
-    for group in _attention_groups(runner):
+    for group in attention_groups(runner):
         for builder in getattr(group, "metadata_builders", ())[:1]:
             threshold = max(threshold, getattr(builder, "reorder_batch_threshold", None) or 0)
     return threshold
-
-
-def _order_constraint(runner: Any, threshold: int) -> OrderConstraint:
-    config = runner.parallel_config
-    return order_constraint(
-        [group.backend for group in _attention_groups(runner)],
-        threshold,
-        parallel_config.context_parallel(config, "decode"),
-        parallel_config.context_parallel(config, "prefill"),
-    )
-
-
-def _attention_groups(runner: Any) -> list[Any]:
-    return [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
 
 
 def _permuted(state: Any, permutation: tuple[int, ...]) -> Any:
@@ -419,5 +402,6 @@ V2 = Generation(
         ),
     ),
     vote=_vote_of,
+    guard_of=guard_of,
     microbatches=_microbatches,
 )
