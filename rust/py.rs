@@ -495,15 +495,15 @@ impl Mirror {
     }
 
     fn stage_row(&mut self, request_id: &Bound<'_, PyAny>, group: usize, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        if let Ok(list) = row.cast::<PyList>()
+            && self.core.stage(0, group, plain_ids(list)).is_ok()
+        {
+            return Ok(());
+        }
         let staged = if row.cast::<numpy::PyUntypedArray>().is_ok() {
             let ids = Ints::borrow("a row of block ids", row)?;
             with_values!(values of &ids => self.core.stage(0, group, values))
         } else {
-            if let Ok(list) = row.cast::<PyList>()
-                && self.core.stage(0, group, plain_ids(list)).is_ok()
-            {
-                return Ok(());
-            }
             let mut wrong = None;
             let ids = row
                 .try_iter()?
@@ -662,6 +662,15 @@ impl Mirror {
             }
             this.appended.clear();
             let mut append_all = || {
+                // Schedulers hand out lists, with None for most requests.
+                if let (Ok(request_ids), Ok(rows)) = (request_ids.cast::<PyList>(), rows.cast::<PyList>()) {
+                    for (index, rows) in rows.iter().enumerate() {
+                        if !rows.is_none() {
+                            this.append_rows(&request_ids.get_item(index)?, &rows)?;
+                        }
+                    }
+                    return Ok(());
+                }
                 for (request_id, rows) in request_ids.try_iter()?.zip(rows.try_iter()?) {
                     let rows = rows?;
                     if !rows.is_none() {

@@ -359,6 +359,8 @@ def test_an_interrupt_while_modules_are_loaded_ends_quietly(module: str) -> None
     prelude = textwrap.dedent(
         f"""
         import signal, sys
+        # Whoever runs the tests in the background has the interrupt ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         class Interrupting:
             def find_spec(self, name, path=None, target=None):
                 if name == {module!r}:

@@ -24,7 +24,7 @@ def eligible(
 
     Args:
         num_tokens: Scheduled tokens of the step.
-        num_scheduled_tokens: int32 or int64, shape ``[num_reqs]``.
+        num_scheduled_tokens: int32 or int64, shape ``[num_reqs]``; none is 0.
         decode_query_len: Tokens of a decode with all of its drafts: 1 + number of draft tokens.
         decode_token_threshold: Fewest tokens of a step in which every query is ``decode_query_len`` long
             (``--dbo-decode-token-threshold``).
@@ -36,7 +36,10 @@ def eligible(
     enough_for_prefills = bool(num_tokens >= prefill_token_threshold)
     if enough_for_decodes is enough_for_prefills:
         return enough_for_decodes
-    uniform = bool((num_scheduled_tokens == decode_query_len).all())
+    # Most steps are decodes without drafts, which are known by their sum.
+    uniform = num_tokens == decode_query_len * len(num_scheduled_tokens) and (
+        decode_query_len == 1 or bool((num_scheduled_tokens == decode_query_len).all())
+    )
     return enough_for_decodes if uniform else enough_for_prefills
 
 

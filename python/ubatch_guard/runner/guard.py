@@ -73,28 +73,31 @@ class _Step:
         failed: Why it cannot be decided; None: nothing went wrong.
         veto: Why it is vetoed, should it be.
         unsafe: Kinds of readers that an unsafe cut was found for, before any reordering.
+        safe: The batch as it was found safe; this very object need not be looked at again.
         as_scheduled: It was put into the scheduler's order, which needs no look at rows.
         voted: It was voted on.
         settled: It is known whether it was cut.
     """
 
-    __slots__ = ("as_scheduled", "failed", "settled", "unsafe", "veto", "voted")
+    __slots__ = ("as_scheduled", "failed", "safe", "settled", "unsafe", "veto", "voted")
 
     def __init__(self) -> None:
         self.unsafe: set[str] = set()
+        self.safe: Batch | None = None
         self.reset()
 
     def reset(self) -> None:
         """Another step begins."""
         self.failed: str | None = None
         self.veto = Reason.UNSAFE.value
+        self.safe = None
         self.as_scheduled = self.voted = self.settled = False
         if self.unsafe:
             self.unsafe = set()
 
 
 class _Guarded:
-    """The context manager of `RunnerGuard.guarded`; several a step, so without a generator's cost."""
+    """The context manager of `RunnerGuard.guarded`; several a step, so made once and without a generator."""
 
     __slots__ = ("_guard", "_what")
 
@@ -154,6 +157,7 @@ class RunnerGuard:
         self._step = _Step()
         self._observed: object = None
         self._asking_engine = False
+        self._guarded: dict[str, _Guarded] = {}
         self._not_understood: str | None = None
         if not_understood is not None:
             self._not_understood = "unknown_group"
@@ -214,16 +218,16 @@ class RunnerGuard:
         self._observed = None
         self.rows.doubt()
 
-    def must_look(self, req_ids: Sequence[str], num_computed_tokens: IntArray) -> bool:
+    def must_look(self) -> bool:
         """Whether the step under way has to be voted on by its batch; else `vote_without_readers` will do."""
-        return (
-            self.must_look_anyway() or self.verify_due() or self.rows.may_read(req_ids, num_computed_tokens)
-        )
-
-    def must_look_anyway(self) -> bool:
-        """The same, should nobody be new."""
         rows = self.rows
-        return self._step.failed is not None or self.trace.on or rows.loads_kv or bool(rows.set_back)
+        return (
+            bool(rows.new)
+            or rows.loads_kv
+            or bool(rows.set_back)
+            or self.trace.on
+            or self._step.failed is not None
+        )
 
     def vote_without_readers(self, num_reqs: int, eligible: bool) -> bool:
         """`vote` in a step in which nobody may read, or no cut can come: True, and counted."""
@@ -378,7 +382,10 @@ class RunnerGuard:
 
     def guarded(self, what: str) -> _Guarded:
         """Log what the block raises, vote "no" on the step, and doubt the rows. Interrupts go on."""
-        return _Guarded(self, what)
+        guarded = self._guarded.get(what)
+        if guarded is None:
+            guarded = self._guarded[what] = _Guarded(self, what)
+        return guarded
 
     def _undecided(self) -> str | None:
         return self._not_understood or self._step.failed
@@ -415,7 +422,7 @@ class RunnerGuard:
             return True
         refusal = batch.refusal or self._not_understood or ("finding" if self.finding else None)
         if refusal is None:
-            if step.as_scheduled:
+            if step.as_scheduled or step.safe is batch:
                 return True
             self.rows.take_in()
             if batch.unsure is None:
@@ -443,6 +450,7 @@ class RunnerGuard:
 
     def _plan(self, batch: Batch) -> Order | None:
         if batch.unsure is None and self._is_safe(batch):
+            self._step.safe = batch
             return None
         constraint = batch.order_constraint()
         if constraint is OrderConstraint.FIXED:

@@ -40,7 +40,13 @@ class Attachment:
 
 
 def attachment_of(runner: Any, make_rows: MakeRows) -> Attachment:
-    """What is attached to ``runner``, made anew for other settings or KV caches. Never raises in a step."""
+    """What is attached to ``runner``, as the first hook of the step saw to it (`attach`)."""
+    attachment: Attachment | None = runner.__dict__.get(_KEY)
+    return attach(runner, make_rows) if attachment is None else attachment
+
+
+def attach(runner: Any, make_rows: MakeRows) -> Attachment:
+    """The same, made anew for other settings or KV caches. Never raises in a step."""
     attachment: Attachment | None = runner.__dict__.get(_KEY)
     settings = getattr(runner, SETTINGS, None)
     kv_cache_config = getattr(runner, "kv_cache_config", None)

@@ -44,15 +44,29 @@ def eligible(config: Any, num_tokens: int, num_scheduled_tokens: IntArray, decod
     )
 
 
-def too_small(config: Any, num_tokens: int) -> bool:
-    """Whether no cut can come.
+def too_small(runner: Any, decides: str, num_tokens: int) -> bool:
+    """Whether no cut can come, so that nothing has to be looked at.
 
-    vLLM holds the smallest of all ranks' token counts, without their padding, to its thresholds.
+    vLLM cuts a step only if every rank's tokens, without their padding, reach a threshold of its. Of any other
+    runner it is not known.
+
+    Args:
+        runner: The runner.
+        decides: The method in which a runner settles its cut.
+        num_tokens: Scheduled tokens of the step.
     """
-    return bool(
+    config = getattr(runner, "parallel_config", None)
+    return (
         num_tokens < getattr(config, "dbo_decode_token_threshold", 0)
         and num_tokens < getattr(config, "dbo_prefill_token_threshold", 0)
+        and leaves_cutting_to_vllm(runner, decides)
     )
+
+
+def leaves_cutting_to_vllm(runner: Any, decides: str) -> bool:
+    """Whether the method in which a runner settles its cut is vLLM's own."""
+    method = getattr(type(runner), decides, None)
+    return method is not None and _is_vllms(method)
 
 
 def own_cuts(
@@ -80,8 +94,7 @@ def own_cuts(
     if said is not None:
         cuts = said(num_tokens, ubatches)
         return cuts.first, cuts.last
-    method = getattr(type(runner), decides, None)
-    if method is None or not _is_vllms(method):
+    if not leaves_cutting_to_vllm(runner, decides):
         return None
     first = num_tokens // ubatches
     if uniform_query_len is not None and uniform_query_len > 1:

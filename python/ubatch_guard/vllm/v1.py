@@ -23,7 +23,7 @@ from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
-from ubatch_guard.vllm.attach import attachment_of
+from ubatch_guard.vllm.attach import attach, attachment_of
 from ubatch_guard.vllm.attention_backends import order_constraint_of
 from ubatch_guard.vllm.contract import Needs, has, members_of
 from ubatch_guard.vllm.followed_rows import AllRows
@@ -51,7 +51,7 @@ def _engine_rows(runner: Any) -> Iterable[tuple[str, BlockIds]]:
 
 
 def _update_states(runner: Any, upstream: Callable[..., Any], scheduler_output: Any) -> Any:
-    if (guard := guard_of(runner)) is not None:
+    if (guard := attach(runner, _make_rows).guard) is not None:
         if parallel_config.microbatches(runner) or not guard.may_skip:
             guard.observe(scheduler_output)
         else:
@@ -62,14 +62,18 @@ def _update_states(runner: Any, upstream: Callable[..., Any], scheduler_output: 
 def _may_reorder_batch(runner: Any, upstream: Callable[..., Any], scheduler_output: Any) -> None:
     upstream(scheduler_output)
     guard = guard_of(runner)
-    if guard is None or guard.policy is not Policy.REORDER or not parallel_config.microbatches(runner):
+    if guard is None or guard.policy is not Policy.REORDER or not guard.must_look():
         return
     order = None
     with guard.guarded("no order could be planned"):
         batch = runner.input_batch
         req_ids = batch.req_ids
         counts = scheduler_output.num_scheduled_tokens
-        if guard.wants_order(req_ids, batch.num_computed_tokens_cpu[: len(req_ids)]):
+        if (
+            parallel_config.microbatches(runner)
+            and guard.wants_order(req_ids, batch.num_computed_tokens_cpu[: len(req_ids)])
+            and not parallel_config.too_small(runner, _DECIDES, sum(counts.values()))
+        ):
             num_scheduled_tokens = np.fromiter(map(counts.__getitem__, req_ids), np.int32, len(req_ids))
             order = guard.plan(_batch(runner, len(req_ids), num_scheduled_tokens))
     if order is not None:
@@ -152,13 +156,11 @@ def _vote(
             guard.refuse()
         return theirs
     with guard.guarded("the step could not be read"):
-        counts = num_scheduled_tokens_np[:num_reqs]
-        batch = runner.input_batch
-        req_ids = batch.req_ids[:num_reqs]
-        if not guard.must_look(req_ids, batch.num_computed_tokens_cpu[:num_reqs]):
+        counts, verify = num_scheduled_tokens_np[:num_reqs], guard.verify_due()
+        if not verify and not guard.must_look():
             return guard.vote_without_readers(num_reqs, _eligible(runner, counts))
         step = _batch(runner, num_reqs, counts)
-        if guard.verify_due():
+        if verify:
             _verify(runner, guard, step)
         return guard.vote(step, ask_engine)
     return guard.refuse()

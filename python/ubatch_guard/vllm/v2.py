@@ -25,7 +25,7 @@ from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.records import BlockIds
 from ubatch_guard.vllm import parallel_config
-from ubatch_guard.vllm.attach import Attachment, attachment_of
+from ubatch_guard.vllm.attach import Attachment, attach, attachment_of
 from ubatch_guard.vllm.attention_backends import attention_groups, order_constraint_of
 from ubatch_guard.vllm.contract import Needs, find_method
 from ubatch_guard.vllm.cut_check import first_read_of_a_later_write
@@ -69,7 +69,7 @@ def _engine_rows(runner: Any) -> Iterable[tuple[str, BlockIds]]:
 
 
 def _finish_requests(runner: Any, upstream: Callable[..., Any], scheduler_output: Any) -> Any:
-    if (guard := guard_of(runner)) is not None:
+    if (guard := attach(runner, _make_rows).guard) is not None:
         if runner.ubatch_runner is not None or guard.trace.on:
             guard.observe(scheduler_output)
         else:
@@ -154,13 +154,12 @@ def _decide(
     """Order the gathered batch and vote on it."""
     state = gathered[0]
     num_reqs, num_tokens = len(state.req_ids), int(state.num_tokens)
-    config = runner.parallel_config
-    if not guard.rows.new and not guard.must_look_anyway():
+    if not guard.must_look():
         eligible = parallel_config.eligible(
-            config, num_tokens, state.num_scheduled_tokens, runner.decode_query_len
+            runner.parallel_config, num_tokens, state.num_scheduled_tokens, runner.decode_query_len
         )
         return gathered, guard.vote_without_readers(num_reqs, eligible)
-    if parallel_config.too_small(config, num_tokens) and not guard.trace.on:
+    if parallel_config.too_small(runner, _DECIDES, num_tokens) and not guard.trace.on:
         return gathered, guard.vote_without_readers(num_reqs, False)
     batch = _batch(runner, guard, scheduler_output, gathered)
     if (order := guard.plan(batch)) is not None:
