@@ -1,11 +1,13 @@
-"""Count the instructions of a check under valgrind: a figure that no noise touches.
+"""Count instructions under valgrind, of checks and of all hooks of a step: figures that no noise touches.
 
-Run as a program under callgrind, this asks each step once to warm up and once to count; callgrind counts only
-what runs within the methods asked, and writes its count away whenever ``Mirror.nbytes`` is read.
+Run as a program under callgrind, this asks each step once to warm up and once to count. For checks callgrind
+counts only what runs within the methods asked, for hooks the interpreter too; it writes its count away
+whenever ``Mirror.nbytes`` is read.
 """
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import subprocess
@@ -16,10 +18,12 @@ from pathlib import Path
 
 from ubatch_guard.bench import Subjects
 from ubatch_guard.cases import step_by_name
+from ubatch_guard.hook_cases import HookSubjects, hook_case
 
 SUBJECTS = ("mirrored", "stateless", "unsafe_cuts", "order")
 """Of :class:`ubatch_guard.bench.Subjects`."""
 
+_HOOKS = "--hooks"
 _ONLY_QUESTIONS = tuple(
     f"--toggle-collect=*__pymethod_{method}__*" for method in ("is_safe", "unsafe_cuts", "order")
 )
@@ -52,6 +56,30 @@ def count(names: Sequence[str]) -> dict[tuple[str, str], int]:
     return dict(zip(keys, counts[1::2], strict=True))
 
 
+def count_hooks(names: Sequence[str]) -> dict[str, float]:
+    """Instructions that all hooks add to a step, by case name."""
+    counts = totals((sys.executable, __file__, _HOOKS, *names), 3 * len(names))
+    steps = {name: len(HookSubjects(hook_case(name)).steps) for name in names}
+    return {
+        name: (guarded - bare) / steps[name]
+        for name, bare, guarded in zip(names, counts[1::3], counts[2::3], strict=True)
+    }
+
+
+def _hooks_program(names: Sequence[str]) -> None:
+    # A collection of garbage would fall into one of them by chance.
+    gc.disable()
+    for name in names:
+        subjects = HookSubjects(hook_case(name))
+        subjects.check()
+        subjects.open()
+        subjects.bare()
+        for run in (None, subjects.bare, subjects.guarded):
+            if run is not None:
+                run()
+            _ = subjects.guard.mirror.nbytes
+
+
 def _program(names: Sequence[str]) -> None:
     for name in names:
         subjects = Subjects(step_by_name(name))
@@ -62,4 +90,7 @@ def _program(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _program(sys.argv[1:])
+    if sys.argv[1] == _HOOKS:
+        _hooks_program(sys.argv[2:])
+    else:
+        _program(sys.argv[1:])

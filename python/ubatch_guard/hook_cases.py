@@ -96,6 +96,10 @@ class SchedulerOutput:
     preempted_req_ids: set[str] | None = None
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     kv_connector_metadata: None = None
+    total_num_scheduled_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
 
 
 class BatchReqState(NamedTuple):

@@ -155,7 +155,7 @@ class RunnerGuard:
         self.trace = StepTrace(settings, name, self.report, self.counters)
         self.finding = False
         self._step = _Step()
-        self._observed: object = None
+        self._observed: Any = None
         self._asking_engine = False
         self._guarded: dict[str, _Guarded] = {}
         self._not_understood: str | None = None
@@ -190,6 +190,11 @@ class RunnerGuard:
                 self.trace.note(self.rows.changes(scheduler_output))
         # Last: a step that is tried again after an interrupt is looked at again.
         self._observed = scheduler_output
+
+    @property
+    def scheduled(self) -> Any:
+        """The scheduler output of the step under way, as `observe` was given it; None: there is none."""
+        return self._observed
 
     @property
     def may_plan(self) -> bool:

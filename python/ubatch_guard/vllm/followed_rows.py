@@ -25,6 +25,8 @@ from ubatch_guard.trace.records import Admission, Appended, BlockIds, Changes
 _MAX_NOTED = 16
 """Steps that may wait to be taken in: few enough that taking them in does not stand out among the steps."""
 _NOBODY: frozenset[str] = frozenset()
+_NONE: list[str] = []
+_NO_ROW = -1
 
 
 class RowsLostError(RuntimeError):
@@ -75,7 +77,7 @@ class AllRows:
         """The same of the last batch, not written back yet."""
         self._doubted = engine_rows is not None
         """The mirror is not what the engine has."""
-        self._slots_of: list[str] = []
+        self._slots_of: Sequence[str] = _NONE
         self._slots = self.mirror.slots([])
         """Handles of ``_slots_of``: most steps have the requests of the step before."""
 
@@ -192,7 +194,7 @@ class AllRows:
     def _start_again(self) -> None:
         assert self._engine_rows is not None
         self._noted.clear()
-        self._slots_of = []
+        self._slots_of = _NONE
         self.mirror.clear()
         for req_id, rows in self._engine_rows():
             self.mirror.add(req_id, self.groups.rows(rows))
@@ -205,7 +207,7 @@ class AllRows:
             # A request can finish that was never scheduled, or whose row went when it was preempted.
             if req_id in mirror:
                 # It may come again, in another slot.
-                self._slots_of = []
+                self._slots_of = _NONE
                 mirror.free(req_id)
         for request in scheduler_output.scheduled_new_reqs:
             self._put(request.req_id, request.block_ids)
@@ -284,56 +286,63 @@ class NewRows(AllRows):
         self.decode_query_len = decode_query_len
         self._prefill_len: dict[str, int | None] = {}
         """Of the requests with a row; None: not known."""
-        self._admitted: Any = None
-        """The step that was taken in last."""
+        self._through: list[str] = []
+        """Those that the step that was taken in last both admits and prefills to the end: most."""
+
+    def find(self, req_ids: Sequence[str], places: npt.NDArray[np.intp]) -> bool:
+        """Have the rows of some requests at hand for `slots`, which takes the others to have none.
+
+        Args:
+            req_ids: The batch.
+            places: Places in it, shape ``[some]``.
+
+        Returns:
+            Each of them has a row.
+        """
+        found = self.mirror.slots([req_ids[place] for place in places.tolist()], missing=True)
+        self._slots = np.full(len(req_ids), _NO_ROW, np.int32)
+        self._slots[places] = found
+        self._slots_of = req_ids
+        return bool(found.min(initial=0) > _NO_ROW)
 
     def slots(self, req_ids: Sequence[str]) -> npt.NDArray[np.int32]:
         """int32, shape ``[len(req_ids)]``: the mirror's handles, -1 for a request without a row."""
-        return self.mirror.slots(req_ids, missing=True)
+        if self._slots_of is not req_ids:
+            return self.mirror.slots(req_ids, missing=True)
+        return self._slots
 
     @property
     def restartable(self) -> bool:
         """As `AllRows.restartable`: requests that it has not seen coming are put in the scheduler's order."""
         return True
 
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._prefill_len
-
     def take_in(self) -> None:
         """As `AllRows.take_in`; without a row for a request that was there before the guard."""
         if self._doubted:
-            self.mirror.clear()
-            self._prefill_len.clear()
+            self._clear()
             self._noted = self._noted[-1:]
             self._doubted = False
         if self._noted:
-            self._admitted = self._noted[-1]
             self._take_in()
 
     def _keep(self, scheduler_output: Any) -> None:
-        if (admitted := self._admitted) is not None:
-            # Most requests are through with their prefill in the step that admits them.
-            self._admitted = None
-            for request in admitted.scheduled_new_reqs:
-                if self._prefilled(admitted, request):
-                    self._drop(request.req_id)
+        self._slots_of = _NONE
+        if self._through:
+            if len(self._through) == len(self._prefill_len):
+                self._clear()
+            else:
+                for req_id in self._through:
+                    self._drop(req_id)
+                self._through = []
         if self._prefill_len or self._noted or self.new:
             if len(self._noted) > _MAX_NOTED:
                 self._take_in()
             # Not this step: if it is too small to be cut, nobody looks.
             self._noted.append(scheduler_output)
 
-    def _prefilled(self, scheduler_output: Any, request: Any) -> bool:
-        """Whether the step that admits ``request`` is its last one of prefill."""
-        length = self._prefill_len.get(request.req_id)
-        if length is None:
-            return False
-        return bool(
-            request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request.req_id] >= length
-        )
-
     def _apply(self, scheduler_output: Any) -> None:
-        rows, rows_of = self._prefill_len, self.groups.rows
+        rows, rows_of, mirror = self._prefill_len, self.groups.rows, self.mirror
+        self._through = through = []
         counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", None) or _NOBODY
         for req_id in gone(scheduler_output):
@@ -352,15 +361,25 @@ class NewRows(AllRows):
                     if length is not None and num_computed_tokens >= length:
                         self._drop(req_id)
                     elif block_ids is not None:
-                        self.mirror.append(req_id, rows_of(block_ids))
+                        mirror.append(req_id, rows_of(block_ids))
         for request in scheduler_output.scheduled_new_reqs:
-            self._put(request.req_id, request.block_ids)
+            req_id = request.req_id
+            put = mirror.replace if req_id in rows else mirror.add
+            put(req_id, rows_of(request.block_ids))
             tokens = getattr(request, "prefill_token_ids", None)
-            rows[request.req_id] = None if tokens is None else len(tokens)
+            rows[req_id] = length = None if tokens is None else len(tokens)
+            if length is not None and request.num_computed_tokens + counts[req_id] >= length:
+                through.append(req_id)
 
     def _drop(self, req_id: str) -> None:
-        if self._prefill_len.pop(req_id, self) is not self:
+        if req_id in self._prefill_len:
+            del self._prefill_len[req_id]
             self.mirror.free(req_id)
+
+    def _clear(self) -> None:
+        self.mirror.clear()
+        self._prefill_len.clear()
+        self._through = []
 
 
 def gone(scheduler_output: Any) -> list[str]:

@@ -158,7 +158,8 @@ def _vote(
     with guard.guarded("the step could not be read"):
         counts, verify = num_scheduled_tokens_np[:num_reqs], guard.verify_due()
         if not verify and not guard.must_look():
-            return guard.vote_without_readers(num_reqs, _eligible(runner, counts))
+            num_tokens = getattr(guard.scheduled, "total_num_scheduled_tokens", None)
+            return guard.vote_without_readers(num_reqs, _eligible(runner, counts, num_tokens))
         step = _batch(runner, num_reqs, counts)
         if verify:
             _verify(runner, guard, step)
@@ -181,14 +182,14 @@ def _batch(runner: Any, num_reqs: int, num_scheduled_tokens: npt.NDArray[np.int3
         decode_threshold=threshold,
         decode_query_len=getattr(runner, "uniform_decode_query_len", 1),
         order_constraint=lambda: order_constraint_of(runner, threshold),
-        eligible=_eligible(runner, num_scheduled_tokens),
+        eligible=_eligible(runner, num_scheduled_tokens, num_tokens),
     )
 
 
-def _eligible(runner: Any, num_scheduled_tokens: npt.NDArray[np.int32]) -> bool:
+def _eligible(runner: Any, num_scheduled_tokens: npt.NDArray[np.int32], num_tokens: int | None) -> bool:
     return parallel_config.eligible(
         getattr(runner, "parallel_config", None),
-        int(num_scheduled_tokens.sum()),
+        int(num_scheduled_tokens.sum()) if num_tokens is None else num_tokens,
         num_scheduled_tokens,
         getattr(runner, "uniform_decode_query_len", 1),
     )

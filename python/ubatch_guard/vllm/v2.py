@@ -178,8 +178,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
     num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
     # Finds who is set back, which a refusal goes by; looks once in a step.
     rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
-    # Adaptive verification trims ``state.num_tokens`` below the sum.
-    num_tokens = int(counts.sum())
+    num_tokens = int(state.num_tokens)
     ubatches = parallel_config.num_ubatches(config)
     threshold = _decode_threshold(runner)
     return Batch(
@@ -197,7 +196,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
         decode_threshold=threshold,
         decode_query_len=runner.decode_query_len,
         order_constraint=lambda: order_constraint_of(runner, threshold),
-        eligible=parallel_config.eligible(config, int(state.num_tokens), counts, runner.decode_query_len),
+        eligible=parallel_config.eligible(config, num_tokens, counts, runner.decode_query_len),
         refusal=_refusal(runner, guard, scheduler_output),
         unsure=None if rows.complete else _unsure(runner, guard, state, num_computed_tokens),
         as_scheduled=lambda: _as_scheduled(rows.new, state.req_ids, scheduler_output),
@@ -230,10 +229,11 @@ def _unsure(runner: Any, guard: RunnerGuard, state: Any, num_computed_tokens: An
         prefilling = counts > runner.decode_query_len
         prefilling |= np.fromiter((req_id in rows.new for req_id in req_ids), np.bool_, len(req_ids))
     places = np.flatnonzero(prefilling)
-    if any(req_ids[place] not in rows for place in places):
-        # It was being prefilled before the guard was there.
+    if not rows.find(req_ids, places):
+        # One was being prefilled before the guard was there.
         return "unknown_request"
-    readers = [place for place in places if req_ids[place] in rows.new]
+    new = rows.new
+    readers = [place for place in places.tolist() if req_ids[place] in new]
     if not readers or readers[0] == len(req_ids) - len(readers):
         return None
     # A decode behind a new request may fill, in this very step, a block that the new one has hit.
