@@ -1,14 +1,14 @@
 """Runners of vLLM's V1 and V2 shape without torch, and a scheduler with prefix caching that keeps them busy.
 
-They do what the hooks see of the real ones: rows, counts and batch order, by names and semantics of vLLM. What
-a step computes is left out. `Scheduler.as_step` gives the same step from the scheduler's own books, to be
-judged by an oracle.
+They do what the hooks see of the real ones: rows, counts and batch order, by names and semantics of vLLM. What a
+step computes is left out. `Scheduler.as_step` gives the same step from the scheduler's own books, to be judged by
+an oracle.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Request:
 
 
 class Arrival(NamedTuple):
-    """A request that waits, with the live one whose blocks it may hit, and how many tokens of them at most."""
+    """A request that waits, with the live one whose blocks it may hit, and the most tokens of them."""
 
     request: Request
     donor: Any
@@ -357,6 +357,8 @@ class ShapeV1(_Runner):
         super().__init__(groups)
         self.input_batch = InputBatch(self)
         self.asked = 0
+        self.verdict: Callable[[], bool] = lambda: True
+        """The engine's own."""
 
     def run(self, scheduler_output: SchedulerOutput) -> Ran:
         self._update_states(scheduler_output)
@@ -402,7 +404,7 @@ class ShapeV1(_Runner):
 
     def _allow_microbatching(self, num_reqs: int, num_scheduled_tokens_np: np.ndarray) -> bool:
         self.asked += 1
-        return True
+        return self.verdict()
 
 
 @dataclass(slots=True)
