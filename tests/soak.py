@@ -34,8 +34,8 @@ SAMPLE = 2000
 """Every so many steps one is compared, and of those with an unsafe cut every tenth of that."""
 MOST_KB = 20.0
 """That memory may grow by in 100,000 steps,"""
-SLACK_KB = 1024.0
-"""and over a whole run, however short."""
+SLACK_KB = 4096.0
+"""and over a whole run, however short: allocators take a megabyte at a time."""
 _MOST_RUNNING = 12
 _CHUNK = 32
 _LONGEST = 160
