@@ -217,8 +217,10 @@ def metrics_break(scene: Scene) -> Iterator[None]:
     with own_metrics(scene) as registry:
         made = counters.CounterExport(registry)
         del made._metrics["unsafe_steps"]
-        scene.monkeypatch.setattr(report, "GuardExport", lambda: counters.GuardExport(make=lambda: made))
-        yield
+        # Undone before `own_metrics` undoes its own of the same name.
+        with scene.monkeypatch.context() as patch:
+            patch.setattr(report, "GuardExport", lambda: counters.GuardExport(make=lambda: made))
+            yield
         assert registry.get_sample_value("ubatch_guard_steps_total") > 0, "it never exported"
 
 
