@@ -16,6 +16,7 @@ from ubatch_guard.engine.guarded import GuardedRunner
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from ubatch_guard.engine.request import SamplingParams
+from ubatch_guard.engine.runner import Runner
 from ubatch_guard.runner_mixin import runner_guard
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
@@ -99,6 +100,21 @@ def test_a_writer_in_front_of_its_reader_is_left_alone() -> None:
         assert vote(runner, step(WRITER, READER)) == (["writer", "reader"], True)
         assert runner.ubatch_guard.counters.reordered == 0
         assert not runner.ubatch_guard.counters.unsafe
+
+
+def test_what_is_put_around_a_base_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks are on the subclass before others come and go around vLLM's own methods."""
+    seen = []
+    upstream = Runner._update_states
+
+    def update_states(self: Runner, scheduler_output: SchedulerOutput) -> None:
+        seen.append(scheduler_output)
+        upstream(self, scheduler_output)
+
+    monkeypatch.setattr(Runner, "_update_states", update_states)
+    hazard = step(READER, WRITER)
+    assert vote(make_runner(), hazard) == (["writer", "reader"], True)
+    assert seen == [hazard]
 
 
 def test_observing_counts_what_it_would_do() -> None:
