@@ -9,6 +9,7 @@ Import this before vllm: it sets the environment that vllm reads at import.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,9 +24,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-if V2:
-    # V2's own kernels are Triton's; its interpreter runs them on a CPU. vLLM looks for a backend named "cpu".
+if V2 or not list(importlib.metadata.Distribution.discover(name="vllm-cpu")):
+    # Kernels of V2, in 0.33 of V1 too, are Triton's; its interpreter runs them on a CPU. vLLM looks for a
+    # backend named "cpu".
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Inductor would ask that backend for more than it has.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     import types as _types
 
     import triton.backends
