@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python" / "ubatch_guard"
 
 # From the ground up; a module imports from floors below its own, a package also from itself.
 FLOORS = [
-    {"step"},
+    {"step", "log"},
     {"_core", "eligibility"},
     {"cuts"},
     {"reference", "guard", "kv_cache_groups", "settings"},

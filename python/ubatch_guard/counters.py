@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ubatch_guard.log import described, say
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-# Below "vllm", so that inside vLLM its handlers and format apply.
-logger = logging.getLogger("vllm.ubatch_guard")
 
 Labels = tuple[str, ...]
 
@@ -234,7 +232,7 @@ def default_export() -> CounterExport | None:
     except ImportError:
         return None
     except Exception as error:
-        logger.warning("ubatch-guard: no metrics are exported (%s: %s)", type(error).__name__, error)
+        say(f"ubatch-guard: no metrics are exported ({described(error)})")
         return None
 
 
@@ -269,6 +267,4 @@ class GuardExport:
                 self._exported_info = self.info
         except Exception as error:
             self._metrics = None
-            logger.warning(
-                "ubatch-guard: no metrics are exported any more (%s: %s)", type(error).__name__, error
-            )
+            say(f"ubatch-guard: no metrics are exported any more ({described(error)})")

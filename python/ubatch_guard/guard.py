@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ubatch_guard._core import Checker, DtypeError, GuardError, Mirror, PhaseError, ShapeError
 from ubatch_guard.cuts import as_cut, nearest_safe_cuts
+from ubatch_guard.log import described
 from ubatch_guard.step import (
     CutRange,
     KVCacheGroup,
@@ -306,7 +307,7 @@ class Guard:
                 max_demoted_tokens=max_demoted_tokens,
             )
         except Exception as error:
-            return Verdict(False, Reason.UNDECIDED, error=f"{type(error).__name__}: {_text_of(error)}")
+            return Verdict(False, Reason.UNDECIDED, error=described(error))
 
     def _unsafe_among(
         self, step: Step | MirroredStep, cuts: CutRange | SupportsIndex | Iterable[SupportsIndex] | None
@@ -356,11 +357,3 @@ def _range_or_list(cuts: CutRange | SupportsIndex | Iterable[SupportsIndex]) -> 
     except TypeError:
         return [operator.index(cut) for cut in cuts]  # type: ignore[union-attr]
     return CutRange(cut, cut)
-
-
-def _text_of(error: Exception) -> str:
-    """The message of an exception; one that cannot say its own is no reason to raise another."""
-    try:
-        return str(error)
-    except Exception:
-        return "?"

@@ -32,7 +32,7 @@ _KNOWN = {
 
 
 class SettingsError(ValueError):
-    """A ``UBATCH_GUARD_*`` variable that cannot be understood; the message has its name and value."""
+    """A ``UBATCH_GUARD_*`` variable, or a value of `Settings`, that cannot be; the message has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ class Settings:
             context tokens than this, over all of them, from the decodes to the prefills of the attention
             backends (docs/design.md, "The order"); None: whatever it takes.
         runners: Further model runner classes to guard, as ``module:Class``.
+
+    Raises:
+        SettingsError: A number outside its bounds.
     """
 
     policy: Policy | None = Policy.REORDER
@@ -63,6 +66,15 @@ class Settings:
     hash_trace_ids: bool = False
     max_demoted_tokens: int | None = _MAX_DEMOTED_TOKENS
     runners: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Settings that are made by hand must not raise in a step either.
+        if not 0.0 <= self.log_interval <= _DAY:
+            raise SettingsError(f"log_interval is {self.log_interval}; it is 0 to {_DAY:.0f} seconds")
+        for name, least in (("trace_max_bytes", 1), ("verify_every", 0), ("max_demoted_tokens", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingsError(f"{name} is {value}; it is at least {least}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -15,6 +15,7 @@ from ubatch_guard._core import Mirror
 from ubatch_guard.counters import Counters
 from ubatch_guard.eligibility import decode_phases
 from ubatch_guard.kv_cache_groups import EngineGroups
+from ubatch_guard.log import described
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.report import Report
 from ubatch_guard.runner.step_trace import StepTrace
@@ -111,7 +112,7 @@ class _Guarded:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None:
             return False
-        self._guard.fail(_reason_of(error), f"{self._what} ({type(error).__name__}: {error})")
+        self._guard.fail(_reason_of(error), f"{self._what} ({described(error)})")
         # An interrupt goes on its way, but not before the rows are doubted.
         return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
@@ -402,7 +403,7 @@ class RunnerGuard:
         try:
             return self.asking(ask_engine)
         except Exception as error:
-            self.report.once("engine", f"the engine's own verdict: {type(error).__name__}: {error}")
+            self.report.once("engine", f"the engine's own verdict: {described(error)}")
             self.trace.end("the engine's own verdict cannot be had")
             return None
 

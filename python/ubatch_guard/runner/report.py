@@ -7,9 +7,7 @@ import time
 
 from ubatch_guard._core import __version__
 from ubatch_guard.counters import Counters, GuardExport, Info
-
-# Below "vllm", so that inside vLLM its handlers and format apply.
-logger = logging.getLogger("vllm.ubatch_guard")
+from ubatch_guard.log import say
 
 _EXPORT_NS = 1_000_000_000
 
@@ -49,7 +47,7 @@ class Report:
         """Log ``message``, but for a ``key`` that was logged before."""
         if key not in self._logged:
             self._logged.add(key)
-            logger.log(level, "ubatch-guard: %s", message)
+            say(f"ubatch-guard: {message}", level)
 
     def now_and_then(self) -> None:
         """Export and log the counts if it is time to."""
@@ -59,4 +57,4 @@ class Report:
             self._export(self._counters)
         if self._log_ns and now >= self._next_log:
             self._next_log = now + self._log_ns
-            logger.info("ubatch-guard (%s): %s", self._mode, self._counters.line())
+            say(f"ubatch-guard ({self._mode}): {self._counters.line()}", logging.INFO)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ubatch_guard.counters import Counters
+from ubatch_guard.log import described
 from ubatch_guard.runner.batch import Batch
 from ubatch_guard.runner.report import Report
 from ubatch_guard.settings import Settings
@@ -81,7 +82,7 @@ class StepTrace:
                 engine_allows is not False,
             ).copied()
         except Exception as error:
-            self.end(f"{type(error).__name__}: {error}")
+            self.end(described(error))
 
     def settle(self, cuts: Sequence[int] | None, ranks_agreed: bool | None) -> None:
         """Write the step that was recorded last.

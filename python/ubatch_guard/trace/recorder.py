@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import queue
 import re
@@ -16,13 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ubatch_guard.log import described, say
 from ubatch_guard.trace.format import TraceHeader
 from ubatch_guard.trace.lines import check_line
 from ubatch_guard.trace.records import Admission, Appended, Changes, StepRecord
 from ubatch_guard.trace.writer import encode_line, step_object
-
-# Below "vllm", so that inside vLLM its handlers and format apply.
-logger = logging.getLogger("vllm.ubatch_guard")
 
 DEFAULT_MAX_BYTES = 1 << 30
 _QUEUE_STEPS = 1024
@@ -137,7 +134,7 @@ class StepRecorder:
                 self._end("the writer fell behind")
             except Exception as error:
                 # A step of a serving worker must not fail because it cannot be recorded.
-                self._end(f"a step could not be taken: {error!r}")
+                self._end(f"a step could not be taken: {described(error)}")
         self._refused += 1
 
     def close(self, timeout: float = 10.0) -> None:
@@ -158,7 +155,7 @@ class StepRecorder:
             if self.ended not in (None, _CLOSED):
                 return
             self.ended = reason
-        logger.warning("ubatch-guard: the trace %s ends: %s", self.path, reason)
+        say(f"ubatch-guard: the trace {self.path} ends: {reason}")
 
     def _run(self) -> None:
         failed = False
@@ -173,7 +170,7 @@ class StepRecorder:
                     self.recorded += 1
                 except Exception as error:
                     failed = True
-                    self._end(f"a step could not be written: {error}")
+                    self._end(f"a step could not be written: {described(error)}")
             if failed:
                 self._lost += 1
         os.close(self._file)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ubatch_guard.kv_cache_groups import EngineGroups, read_groups
+from ubatch_guard.log import described
 from ubatch_guard.runner.guard import RunnerGuard
 from ubatch_guard.settings import Settings
 from ubatch_guard.vllm.followed_rows import AllRows
@@ -76,7 +77,7 @@ def _make_guard(runner: Any, kv_cache_config: Any, settings: Settings, make_rows
         guard = RunnerGuard(make_rows(runner, groups, settings), settings, name, type(runner).__name__)
     except Exception as error:
         # Also what the core refuses: columns of no tokens, a pool that does not fit into memory.
-        why = f"the KV cache groups are not understood ({type(error).__name__}: {error})"
+        why = f"the KV cache groups are not understood ({described(error)})"
         nothing = make_rows(runner, EngineGroups((), (), are_all=False), settings)
         return RunnerGuard(nothing, settings, name, type(runner).__name__, why)
     for kind in groups.assumed:

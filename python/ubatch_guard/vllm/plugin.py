@@ -12,19 +12,17 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from ubatch_guard.log import logger
 from ubatch_guard.settings import Settings
 from ubatch_guard.vllm.attach import SETTINGS
 from ubatch_guard.vllm.generation import Generation, read_hook_points
 from ubatch_guard.vllm.generations import GENERATIONS, generation_of
 from ubatch_guard.vllm.hooking import HookPointError, hook, lacking, unhook
-
-logger = logging.getLogger("vllm.ubatch_guard")
 
 RUNNERS = (
     "afd_plugin.v1.worker.attention_model_runner:AFDAttentionModelRunner",
