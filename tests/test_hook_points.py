@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import importlib.util
 import json
 from pathlib import Path
@@ -182,8 +183,14 @@ def test_doctor_says_what_a_release_dropped(found_vllm: Path) -> None:
 
 
 def test_doctor_where_there_are_no_sources(found_vllm: Path) -> None:
+    compileall.compile_dir(found_vllm, quiet=1, legacy=True)
     for source in found_vllm.rglob("*.py"):
         source.unlink()
+    found = doctor.diagnose()
+    assert found.status is Exit.NOT_GUARDED
+    assert found.missing == [f"the sources of {V2.module}, which is there compiled"]
+    for compiled in found_vllm.rglob("*.pyc"):
+        compiled.unlink()
     (found_vllm / "__init__.py").write_text("")
     assert doctor.diagnose().status is Exit.NOT_GUARDED
 

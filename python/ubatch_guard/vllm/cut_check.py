@@ -40,7 +40,7 @@ def first_read_of_a_later_write(
         slots = _on_host(slot_mapping[:num_tokens])
         for cut in cuts:
             later = np.flatnonzero(slots[cut:] >= 0) + cut if cut < num_tokens else slots[:0]
-            readers = np.flatnonzero(begins < cut)
+            readers = np.flatnonzero((begins < cut) & (begins < ends))
             if not len(later) or not len(readers):
                 continue
             # Written slots, ascending, each with the token that writes it last.
@@ -58,7 +58,9 @@ def first_read_of_a_later_write(
                 )
                 low = np.searchsorted(written, block * block_size + first - start)
                 high = np.searchsorted(written, block * block_size + stop - start)
-                if first < stop and low < high and block != group.null_block:
+                # The table may be of smaller blocks than the scheduler hands out.
+                is_null = block * block_size // group.tokens_per_column == group.null_block
+                if first < stop and low < high and not is_null:
                     token = int(writer_token[low])
                     writer = int(np.searchsorted(query_start_loc, token, side="right")) - 1
                     return place, cut, reader, writer, block

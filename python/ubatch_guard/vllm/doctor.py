@@ -112,8 +112,11 @@ def diagnose() -> Diagnosis:
     except (OSError, SyntaxError, ValueError) as error:
         found.missing.append(f"the sources of the model runners cannot be read: {error}")
     if not found.runners and not found.missing:
-        known = ", ".join(generation.module for generation in GENERATIONS)
-        found.missing.append(f"no model runner that is known ({known})")
+        known = [generation.module for generation in GENERATIONS]
+        compiled = [g.module for g in GENERATIONS if g.source(package).with_suffix(".pyc").exists()]
+        found.missing += [f"the sources of {module}, which is there compiled" for module in compiled]
+        if not compiled:
+            found.missing.append(f"no model runner that is known ({', '.join(known)})")
     found.runner_in_use = _runner_in_use(found.runners)
     for points in found.runners:
         if points.runner in found.runner_in_use:
