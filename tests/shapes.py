@@ -1,8 +1,8 @@
 """Runners of vLLM's V1 and V2 shape without torch, and a scheduler with prefix caching that feeds them.
 
-They do what the hooks see of the real ones: rows, counts and batch order, by names and semantics of vLLM.
-What a step computes is left out. `Scheduler.as_step` gives the same step from the scheduler's own books,
-which an oracle can judge.
+They do what the hooks see of the real ones: rows, counts and batch order, by vLLM's names and ways. What a
+step computes is left out. `Scheduler.as_step` gives the same step from the scheduler's own books, which an
+oracle can judge.
 """
 
 from __future__ import annotations
