@@ -1,7 +1,7 @@
 """The page of outcomes: requests answered wrongly and steps split, under vLLM alone and under the guard.
 
 ``python outcomes.py FOLDER docs/vllm-outcomes.md`` joins what the test processes have left in FOLDER.
-Sections of releases that none of them ran stay as they are.
+Sections of releases that none of them ran stay as they are, and so do those of others (`write_section`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ pair is requests wrong / steps split. *Demoted*: requests, and tokens of their c
 from among the decodes. The threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its
 own."""
 
-_HEADING = "## vLLM "
+_RELEASE = "vLLM "
+"""Begins the heading of a release's section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +120,25 @@ def _line(runner: str, case: str, threshold: str, outcomes: Sequence[Outcome]) -
     return f"| {' | '.join(cells)} |"
 
 
-def _sections(page: str) -> dict[str, str]:
-    """Release -> its section of a page, without the heading."""
-    parts = re.split(rf"^{_HEADING}(.*)$", page, flags=re.MULTILINE)
-    return {release: text.strip() for release, text in zip(parts[1::2], parts[2::2], strict=True)}
+def write_section(page: Path, heading: str, text: str) -> None:
+    """Put a section into the page, in place of the one that had this heading."""
+    _write(page, _sections(page) | {heading: text})
+
+
+def _sections(page: Path) -> dict[str, str]:
+    """Heading -> text of the sections of a page, if there is one."""
+    parts = re.split(r"^## (.*)$", page.read_text() if page.exists() else "", flags=re.MULTILINE)
+    return {heading: text.strip() for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _write(page: Path, sections: dict[str, str]) -> None:
+    """The newest release first, and after the releases what else there is."""
+
+    def place(heading: str) -> tuple[bool, list[int], str]:
+        return not heading.startswith(_RELEASE), [-int(n) for n in re.findall(r"\d+", heading)], heading
+
+    parts = [_PREAMBLE, *(f"## {heading}\n\n{sections[heading]}" for heading in sorted(sections, key=place))]
+    page.write_text("\n\n".join(parts) + "\n")
 
 
 def main(folder: str, target: str) -> None:
@@ -131,16 +147,12 @@ def main(folder: str, target: str) -> None:
     notes = [note for process in said for note in process["notes"]]
     assert outcomes, f"no outcomes in {folder}"
     page = Path(target)
-    sections = _sections(page.read_text()) if page.exists() else {}
+    sections = _sections(page)
     for release in {outcome.release for outcome in outcomes}:
         table = as_markdown(outcome for outcome in outcomes if outcome.release == release)
-        sections[release] = "\n\n".join([*(text for of, text in notes if of == release), table])
+        sections[_RELEASE + release] = "\n\n".join([*(text for of, text in notes if of == release), table])
         print(f"vLLM {release}\n{table}")
-    newest_first = sorted(
-        sections, key=lambda release: [int(n) for n in re.findall(r"\d+", release)], reverse=True
-    )
-    parts = [_PREAMBLE, *(f"{_HEADING}{release}\n\n{sections[release]}" for release in newest_first)]
-    page.write_text("\n\n".join(parts) + "\n")
+    _write(page, sections)
 
 
 if __name__ == "__main__":
