@@ -28,6 +28,7 @@ _KNOWN = {
     "LOG_INTERVAL",
     "MAX_DEMOTED_TOKENS",
     "RUNNERS",
+    "POISON",
 }
 
 
@@ -52,6 +53,7 @@ class Settings:
             context tokens than this, over all of them, from the decodes to the prefills of the attention
             backends (docs/design.md, "The order"); None: whatever it takes.
         runners: Further model runner classes to guard, as ``module:Class``.
+        poison: For tests and debugging, never for a live server: NaN in every slot until it is written.
     """
 
     policy: Policy | None = Policy.REORDER
@@ -63,6 +65,7 @@ class Settings:
     hash_trace_ids: bool = False
     max_demoted_tokens: int | None = _MAX_DEMOTED_TOKENS
     runners: tuple[str, ...] = ()
+    poison: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -72,7 +75,8 @@ class Settings:
         ``UBATCH_GUARD_TRACE_MAX_BYTES`` and ``UBATCH_GUARD_VERIFY`` = whole numbers,
         ``UBATCH_GUARD_TRACE_IDS`` = plain | hash, ``UBATCH_GUARD_STRICT`` = a truth value,
         ``UBATCH_GUARD_LOG_INTERVAL`` = seconds, ``UBATCH_GUARD_MAX_DEMOTED_TOKENS`` = a whole number or none,
-        ``UBATCH_GUARD_RUNNERS`` = ``module:Class`` with commas between.
+        ``UBATCH_GUARD_RUNNERS`` = ``module:Class`` with commas between, ``UBATCH_GUARD_POISON`` = a truth
+        value.
 
         Raises:
             SettingsError: A value that is none of these, or an unknown ``UBATCH_GUARD_*`` name: a misspelt
@@ -105,6 +109,7 @@ class Settings:
                 else _whole_number(given, "MAX_DEMOTED_TOKENS", _MAX_DEMOTED_TOKENS, least=0)
             ),
             runners=_runners(given, "RUNNERS"),
+            poison=_truth(given, "POISON"),
         )
 
 
