@@ -28,6 +28,12 @@ pair is requests wrong / steps split. *Demoted*: requests, and tokens of their c
 from among the decodes. The threshold is V1's `reorder_batch_threshold`; V2 has none, and no guard of its
 own."""
 
+_POISON = """\
+### Poison
+
+NaN in every slot until it is written (`UBATCH_GUARD_POISON=1`). *Wrong*: answers with every step cut, without a
+guard and without poison. *Reported*: requests that read NaN, in the same cuts."""
+
 _RELEASE = "vLLM "
 """Begins the heading of a release's section."""
 
@@ -66,10 +72,37 @@ class Outcome:
     demoted_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoisonOutcome:
+    """One workload with NaN in every slot that nobody has written, every step cut.
+
+    Attributes:
+        release: Of vLLM.
+        runner: V1 or V2.
+        case: The workload.
+        requests: Requests in it.
+        wrong: Answered wrongly without a guard and without poison.
+        reported: To have read NaN without a guard; ``both``: of these, those that were wrong.
+        guarded_reported: The same under ``reorder``.
+        uncut_reported: The same with no step cut.
+    """
+
+    release: str
+    runner: str
+    case: str
+    requests: int
+    wrong: int
+    reported: int
+    both: int
+    guarded_reported: int
+    uncut_reported: int
+
+
 class Recorder:
     """Keeps the outcomes of this process, and writes them where the environment says."""
 
     measured: ClassVar[list[Outcome]] = []
+    poison: ClassVar[list[PoisonOutcome]] = []
     notes: ClassVar[list[tuple[str, str]]] = []
 
     def note(self, release: str, text: str) -> None:
@@ -79,12 +112,20 @@ class Recorder:
     def __call__(self, outcome: Outcome) -> None:
         self.measured.append(outcome)
 
+    def poisoned(self, outcome: PoisonOutcome) -> None:
+        """A case with poison."""
+        self.poison.append(outcome)
+
     def save(self) -> None:
         folder = os.environ.get(FOLDER_VARIABLE)
-        if folder and (self.measured or self.notes):
+        if folder and (self.measured or self.poison or self.notes):
             path = Path(folder) / f"{os.getpid()}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            said = {"outcomes": [asdict(outcome) for outcome in self.measured], "notes": self.notes}
+            said = {
+                "outcomes": [asdict(outcome) for outcome in self.measured],
+                "poison": [asdict(outcome) for outcome in self.poison],
+                "notes": self.notes,
+            }
             path.write_text(json.dumps(said))
 
 
@@ -104,6 +145,24 @@ def as_markdown(outcomes: Iterable[Outcome]) -> str:
         of_runner = [o for o in outcomes if o.runner == runner]
         lines.append(_line(f"**{runner}**", "**all**", "", of_runner))
     lines += [_line(o.runner, o.case, "" if o.threshold is None else str(o.threshold), [o]) for o in outcomes]
+    return "\n".join(lines)
+
+
+def poison_as_markdown(outcomes: Iterable[PoisonOutcome]) -> str:
+    """What the columns are, and one line per outcome; empty without outcomes."""
+    outcomes = sorted(outcomes, key=lambda o: (o.runner == "V1", o.case))
+    if not outcomes:
+        return ""
+    lines = [
+        _POISON,
+        "",
+        "| runner | case | requests | wrong | reported | reported, not wrong | wrong, not reported "
+        "| reported under `reorder` | reported, no step cut |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for o in outcomes:
+        cells = [o.runner, o.case, o.requests, o.wrong, o.reported, o.reported - o.both, o.wrong - o.both]
+        lines.append(f"| {' | '.join(map(str, [*cells, o.guarded_reported, o.uncut_reported]))} |")
     return "\n".join(lines)
 
 
@@ -144,13 +203,16 @@ def _write(page: Path, sections: dict[str, str]) -> None:
 def main(folder: str, target: str) -> None:
     said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     outcomes = [Outcome(**outcome) for process in said for outcome in process["outcomes"]]
+    poison = [PoisonOutcome(**outcome) for process in said for outcome in process.get("poison", ())]
     notes = [note for process in said for note in process["notes"]]
     assert outcomes, f"no outcomes in {folder}"
     page = Path(target)
     sections = _sections(page)
     for release in {outcome.release for outcome in outcomes}:
         table = as_markdown(outcome for outcome in outcomes if outcome.release == release)
-        sections[_RELEASE + release] = "\n\n".join([*(text for of, text in notes if of == release), table])
+        under_poison = poison_as_markdown(outcome for outcome in poison if outcome.release == release)
+        parts = [*(text for of, text in notes if of == release), table, under_poison]
+        sections[_RELEASE + release] = "\n\n".join(filter(None, parts))
         print(f"vLLM {release}\n{table}")
     _write(page, sections)
 

@@ -1,12 +1,12 @@
 """For tests and debugging, never for a live server: a read of a slot that nobody wrote shows as NaN.
 
-With ``UBATCH_GUARD_POISON=1`` the keys of slots are NaN from the time when their block is handed out, or a step
-is about to write them, until they are written. Any token that attends to one has NaN for its hidden state; the
-requests of such tokens are reported. No rule about who may read is asked, and no guard is needed.
+With ``UBATCH_GUARD_POISON=1`` the keys of slots are NaN from the time when their block is handed out, or a
+step is about to write them, until they are written. A token that attends to one has NaN for its hidden state,
+and its request is reported. No rule about who may read is asked, and no guard is needed.
 
-Slots are written by the layers' own ``do_kv_cache_update``, whatever the layout of the cache, with keys of NaN
-and values of zero: kernels compute whole tiles, and mask a score before the softmax, where NaN goes away, but
-a value only by a weight of zero, and 0 * NaN is NaN.
+Slots are written by the layers' own ``do_kv_cache_update``, whatever the layout of the cache, with keys of
+NaN and values of zero. Kernels compute whole tiles; a score they mask before the softmax, where NaN goes away,
+but a value only by a weight of zero, and 0 * NaN is NaN.
 
 A request that has read NaN writes NaN from there on: into its own blocks, and so into those that others hit.
 """
@@ -124,7 +124,7 @@ class Poison:
         )
 
     def _supported(self, layer_names: Iterable[str]) -> list[Any]:
-        """The layers, of those named, whose slots can be poisoned; the others are said, once for each kind."""
+        """Those of the layers whose slots can be poisoned; the others are said, once for each kind."""
         context = self._runner.vllm_config.compilation_config.static_forward_context
         layers = []
         for layer in map(context.__getitem__, layer_names):
@@ -216,7 +216,7 @@ class Poison:
 
 
 def poison_of(runner: Any) -> Poison | None:
-    """What poisons the KV cache of ``runner``, made at the first call; None: it is not asked for, or broken."""
+    """What poisons the KV cache of ``runner``, made at the first call; None: nothing does."""
     settings = getattr(runner, SETTINGS, None)
     if settings is None or not settings.poison:
         return None
