@@ -31,8 +31,9 @@ own."""
 _POISON = """\
 ### Poison
 
-NaN in every slot until it is written (`UBATCH_GUARD_POISON=1`). *Wrong*: answers with every step cut, without a
-guard and without poison. *Reported*: requests that read NaN, in the same cuts."""
+NaN in every slot until it is written (`UBATCH_GUARD_POISON=1`). *Wrong*: answers with every step cut,
+without a guard and without poison. *Reported*: requests that read NaN, in the same cuts. *Silent*: requests
+that read NaN under `reorder`, and with no step cut and no guard; 0 is right."""
 
 _RELEASE = "vLLM "
 """Begins the heading of a release's section."""
@@ -83,7 +84,7 @@ class PoisonOutcome:
         requests: Requests in it.
         wrong: Answered wrongly without a guard and without poison.
         reported: To have read NaN without a guard; ``both``: of these, those that were wrong.
-        guarded_reported: The same under ``reorder``.
+        guarded_reported: The same under ``reorder``; None: not run.
         uncut_reported: The same with no step cut.
     """
 
@@ -94,7 +95,7 @@ class PoisonOutcome:
     wrong: int
     reported: int
     both: int
-    guarded_reported: int
+    guarded_reported: int | None
     uncut_reported: int
 
 
@@ -157,12 +158,13 @@ def poison_as_markdown(outcomes: Iterable[PoisonOutcome]) -> str:
         _POISON,
         "",
         "| runner | case | requests | wrong | reported | reported, not wrong | wrong, not reported "
-        "| reported under `reorder` | reported, no step cut |",
+        "| silent: `reorder` | silent: no step cut |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for o in outcomes:
         cells = [o.runner, o.case, o.requests, o.wrong, o.reported, o.reported - o.both, o.wrong - o.both]
-        lines.append(f"| {' | '.join(map(str, [*cells, o.guarded_reported, o.uncut_reported]))} |")
+        cells += ["" if o.guarded_reported is None else o.guarded_reported, o.uncut_reported]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -106,7 +106,7 @@ class Tally:
 
     @property
     def right(self) -> bool:
-        """What the soak is for: no wrong answer, every eligible step cut, and wrong answers without a guard."""
+        """No wrong answer and every eligible step cut; and wrong answers without the guard."""
         guarded = self.wrong == self.findings == 0 and self.split == self.eligible > 0
         return guarded and self.unguarded_wrong > 0
 
@@ -214,8 +214,8 @@ def main() -> int:
         print("NOT as it should be", file=sys.stderr)
         return 1
     text = (
-        f"Made by `make soak-vllm` on {datetime.date.today()}, seed {arguments.seed}, in {minutes:.0f} minutes: "
-        "random traffic over nested and forked prefixes, suffixes of 1 to 300 tokens, in batches of "
+        f"Made by `make soak-vllm` on {datetime.date.today()}, seed {arguments.seed}, "
+        f"in {minutes:.0f} minutes: random traffic over nested and forked prefixes, suffixes of 1 to 300 tokens, in batches of "
         f"{REQUESTS_A_BATCH}. Each batch is run whole and under the guard (`reorder`, each cut checked at "
         "the cut), the batches in turn with 2 and 3 microbatches and thresholds of 2, 16 and 64 tokens; one "
         f"of {UNGUARDED_EVERY} is run without the guard too. *Cut*: eligible steps that were."

@@ -5,8 +5,8 @@ step is about to write them, until they are written. A token that attends to one
 and its request is reported. No rule about who may read is asked, and no guard is needed.
 
 Slots are written by the layers' own ``do_kv_cache_update``, whatever the layout of the cache, with keys of
-NaN and values of zero. Kernels compute whole tiles; a score they mask before the softmax, where NaN goes away,
-but a value only by a weight of zero, and 0 * NaN is NaN.
+NaN and values of zero. Kernels compute whole tiles; a score they mask before the softmax, where NaN goes
+away, but a value only by a weight of zero, and 0 * NaN is NaN.
 
 A request that has read NaN writes NaN from there on: into its own blocks, and so into those that others hit.
 """
