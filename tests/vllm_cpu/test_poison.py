@@ -56,7 +56,7 @@ def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
         engine = Engine(
             save_tiny_model(folder),
             min_tokens=2,
-            max_model_len=8 * BLOCK_SIZE,
+            max_model_len=7 * BLOCK_SIZE,
             max_num_batched_tokens=2 * CHUNK,
             long_prefill_token_threshold=CHUNK,
             # One is the null block.

@@ -81,9 +81,10 @@ def requests_with(rows: Any, req_ids: Sequence[str], counts: Iterable[int]) -> l
         req_ids: In batch order.
         counts: Tokens of each.
     """
-    ends = np.cumsum(np.fromiter(counts, np.int64, len(req_ids)))
-    starts = np.concatenate([[0], ends[:-1]])
-    return [req_id for req_id, start, end in zip(req_ids, starts, ends, strict=True) if rows[start:end].any()]
+    lengths = np.fromiter(counts, np.int64, len(req_ids))
+    ends = np.cumsum(lengths)
+    spans = zip(req_ids, ends - lengths, ends, strict=True)
+    return [req_id for req_id, start, end in spans if rows[start:end].any()]
 
 
 class Poison:
