@@ -215,10 +215,11 @@ def main() -> int:
         return 1
     text = (
         f"Made by `make soak-vllm` on {datetime.date.today()}, seed {arguments.seed}, "
-        f"in {minutes:.0f} minutes: random traffic over nested and forked prefixes, "
-        f"suffixes of 1 to 300 tokens, in batches of {REQUESTS_A_BATCH}. Each batch is run whole and under "
-        "the guard (`reorder`, each cut checked at the cut), the batches in turn with 2 and 3 microbatches and thresholds of 2, 16 and 64 tokens; one "
-        f"of {UNGUARDED_EVERY} is run without the guard too. *Cut*: eligible steps that were."
+        f"in {minutes:.0f} minutes: random traffic over nested and forked prefixes, suffixes of 1 to 300 "
+        f"tokens, in batches of {REQUESTS_A_BATCH}. Each batch is run whole and under the guard (`reorder`, "
+        "each cut checked at the cut), the batches in turn with 2 and 3 microbatches and thresholds of 2, 16 "
+        f"and 64 tokens; one of {UNGUARDED_EVERY} is run without the guard too. *Cut*: eligible steps that "
+        "were."
     )
     outcomes.write_section(arguments.page, f"Soak on vLLM {vllm.__version__}", f"{text}\n\n{table}")
     return 0
