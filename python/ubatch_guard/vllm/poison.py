@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 
 from ubatch_guard.kv_cache_groups import read_groups
+from ubatch_guard.log import described, say
 from ubatch_guard.settings import Settings
 from ubatch_guard.vllm.attach import SETTINGS
 from ubatch_guard.vllm.generations import GENERATIONS, runner_guard
-
-logger = logging.getLogger("vllm.ubatch_guard")
 
 _KEY = "_ubatch_guard_poison"
 _HANDED_OUT = "_ubatch_guard_handed_out"
@@ -118,10 +117,11 @@ class Poison:
         self._zeroed = bool(getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False))
         if self._zeroed:
             self._say("vLLM zeroes new blocks of this model: only the slots of a step are poisoned")
-        logger.error(
-            "ubatch-guard: POISON IS ON. Keys of %d layers are NaN until they are written. This is for tests "
-            "and debugging: NOT for a live server",
-            sum(map(len, self._layers.values())),
+        layers = sum(map(len, self._layers.values()))
+        say(
+            f"ubatch-guard: POISON IS ON. Keys of {layers} layers are NaN until they are written. This is for "
+            "tests and debugging: NOT for a live server",
+            logging.ERROR,
         )
 
     def _supported(self, layer_names: Iterable[str]) -> list[Any]:
@@ -145,7 +145,7 @@ class Poison:
     def _say(self, message: str) -> None:
         if message not in self._refused:
             self._refused.add(message)
-            logger.error("ubatch-guard: poison: %s", message)
+            say(f"ubatch-guard: poison: {message}", logging.ERROR)
 
     def is_of(self, runner: Any) -> bool:
         """Whether this was made for the KV cache that the runner has now."""
@@ -210,7 +210,7 @@ class Poison:
         rows = hidden_states.isnan().any(dim=-1).cpu().numpy()
         for req_id in requests_with(rows, req_ids, counts):
             if req_id not in self.reported:
-                logger.error("ubatch-guard: poison: %r read a slot that nobody wrote (NaN)", req_id)
+                say(f"ubatch-guard: poison: {req_id!r} read a slot that nobody wrote (NaN)", logging.ERROR)
                 if (guard := runner_guard(self._runner)) is not None:
                     guard.counters.poison_reads += 1
             self.reported[req_id] = self.reported.get(req_id, 0) + 1
@@ -234,7 +234,7 @@ def poison_of(runner: Any) -> Poison | None:
 
 def _give_up(runner: Any, error: Exception) -> None:
     runner.__dict__[_KEY] = None
-    logger.error("ubatch-guard: nothing is poisoned any more (%s: %s)", type(error).__name__, error)
+    say(f"ubatch-guard: nothing is poisoned any more ({described(error)})", logging.ERROR)
 
 
 def hook_module(module: ModuleType, settings: Settings) -> None:
@@ -250,7 +250,7 @@ def hook_module(module: ModuleType, settings: Settings) -> None:
             _go_around(cls, "execute_model", _execute_model)
             _go_around(cls, "prepare_attn", _prepare_attn)
             _go_around(cls, "_get_slot_mappings", _get_slot_mappings)
-            logger.error("ubatch-guard: POISON IS ON for %s.%s", cls.__module__, cls.__name__)
+            say(f"ubatch-guard: POISON IS ON for {cls.__module__}.{cls.__name__}", logging.ERROR)
 
 
 def _go_around(cls: type, name: str, around: Callable[..., Any]) -> None:
