@@ -119,8 +119,8 @@ class Poison:
             self._say("vLLM zeroes new blocks of this model: only the slots of a step are poisoned")
         layers = sum(map(len, self._layers.values()))
         say(
-            f"ubatch-guard: POISON IS ON. Keys of {layers} layers are NaN until they are written. This is for "
-            "tests and debugging: NOT for a live server",
+            f"ubatch-guard: POISON IS ON. Keys of {layers} layers are NaN until they are written. For "
+            "tests and debugging, NOT for a live server",
             logging.ERROR,
         )
 
