@@ -34,10 +34,11 @@ test: lint test-rust test-python  ## Every test and check that needs no vLLM
 
 lint: build  ## Formatting, linters, types, stubs
 	cargo fmt --check
+	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	cargo clippy -q --all-targets -- -D warnings
 	cargo clippy -q --all-targets --features python -- -D warnings
-	$(BIN)/ruff format --check python tests benches scripts
-	$(BIN)/ruff check python tests benches scripts
+	$(BIN)/ruff format --check python tests benches scripts contrib
+	$(BIN)/ruff check python tests benches scripts contrib
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml ubatch_guard._core
 

@@ -13,7 +13,7 @@ VLLM_RUNS := $(addprefix run/0.34.0/,$(filter-out $(VLLM_OLDER),$(VLLM_TESTS))) 
              $(addprefix run/0.32.0/,$(filter-out $(VLLM_NEWEST),$(VLLM_TESTS)))
 VLLM_PREVIOUS := $(addprefix run/0.33.0/,test_v1.py test_v1_small.py test_v2.py test_v2_small.py)
 
-.PHONY: vllm-env test-vllm test-vllm-previous demo-vllm $(VLLM_RUNS) $(VLLM_PREVIOUS)
+.PHONY: vllm-env test-vllm test-vllm-previous demo-vllm soak-vllm $(VLLM_RUNS) $(VLLM_PREVIOUS)
 
 vllm-env:  ## Make the environment with the real vLLM engine
 	scripts/make_vllm_env.sh $(VLLM_VENV)
@@ -33,3 +33,6 @@ $(VLLM_RUNS) $(VLLM_PREVIOUS): run/%: vllm-env
 
 demo-vllm: vllm-env  ## Wrong answers of the real vLLM 0.34, and the same guarded
 	@PYTHONPATH=$(call vllm_path,0.34.0) $(VLLM_BIN)/python -W ignore tests/vllm_cpu/demo.py
+
+soak-vllm: vllm-env  ## 10,000 random requests on the real vLLM 0.34; writes docs/vllm-outcomes.md
+	PYTHONPATH=$(call vllm_path,0.34.0) $(VLLM_BIN)/python -W ignore tests/vllm_cpu/soak.py docs/vllm-outcomes.md

@@ -18,6 +18,8 @@ print(pathlib.Path(importlib.util.find_spec("vllm").origin).parent.resolve())')
 rm -rf "$dest"
 mkdir -p "$dest"
 cp -rs "$installed" "$dest/vllm"
+# vLLM tells its device by its own distribution.
+cp -rs "${installed%/vllm}"/vllm-*.dist-info "$dest"
 find "$dest/vllm" -name __pycache__ -prune -exec rm -r {} +
 sed -n 's|^+++ b/||p' "$patch" | while read -r file; do
     cp --remove-destination "$(readlink -f "$dest/$file")" "$dest/$file"

@@ -1,4 +1,4 @@
-"""Runners of vLLM's V1 and V2 shape without torch, and a scheduler with prefix caching that keeps them busy.
+"""Runners of vLLM's V1 and V2 shape without torch, and a scheduler with prefix caching that feeds them.
 
 They do what the hooks see of the real ones: rows, counts and batch order, by vLLM's names and ways. What a
 step computes is left out. `Scheduler.as_step` gives the same step from the scheduler's own books, which an

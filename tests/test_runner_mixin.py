@@ -16,10 +16,12 @@ from ubatch_guard.engine.guarded import GuardedRunner
 from ubatch_guard.engine.model import DecoderModel
 from ubatch_guard.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from ubatch_guard.engine.request import SamplingParams
+from ubatch_guard.engine.runner import Runner
 from ubatch_guard.runner_mixin import runner_guard
 from ubatch_guard.settings import Settings
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.reader import TraceReader
+from ubatch_guard.vllm import parallel_config
 
 BLOCK = 16
 MODEL = DecoderModel(ModelConfig(num_hidden_layers=1))
@@ -101,6 +103,21 @@ def test_a_writer_in_front_of_its_reader_is_left_alone() -> None:
         assert not runner.ubatch_guard.counters.unsafe
 
 
+def test_what_is_put_around_a_base_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks are on the subclass before others come and go around vLLM's own methods."""
+    seen = []
+    upstream = Runner._update_states
+
+    def update_states(self: Runner, scheduler_output: SchedulerOutput) -> None:
+        seen.append(scheduler_output)
+        upstream(self, scheduler_output)
+
+    monkeypatch.setattr(Runner, "_update_states", update_states)
+    hazard = step(READER, WRITER)
+    assert vote(make_runner(), hazard) == (["writer", "reader"], True)
+    assert seen == [hazard]
+
+
 def test_observing_counts_what_it_would_do() -> None:
     runner = make_runner(Policy.OBSERVE)
     vote(runner, step(READER, WRITER))
@@ -138,6 +155,23 @@ def test_a_failed_load_makes_a_running_request_a_reader() -> None:
     again = step(running={"second": (72, 1, None), "first": (0, 72, None)})
     assert vote(runner, again) == (["second", "first"], False)
     assert runner.ubatch_guard.counters.unsafe == {"running": 1}
+
+
+def test_a_failed_load_after_steps_that_no_cut_can_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests stand is followed there too."""
+    monkeypatch.setattr(parallel_config, "leaves_cutting_to_vllm", lambda runner, decides: True)
+    monkeypatch.setattr(parallel_config, "own_cuts", lambda *args: None)
+    runner = make_runner(Policy.VETO)
+    blocks = list(range(1, 43))
+    first, second = new("first", blocks, 0, 600), new("second", blocks, 176, 8)
+    assert vote(runner, step(first, second)) == (["first", "second"], True)
+    small = step(running={"first": (600, 1, None), "second": (184, 16, None)})
+    assert vote(runner, small)[1]
+    assert runner.ubatch_guard.counters.eligible == 1
+    runner.input_batch.swap_states(0, 1)
+    # "first" computes again what a load has lost, "second" counts on it; both are past where they began.
+    again = step(running={"second": (184, 16, None), "first": (160, 500, None)})
+    assert vote(runner, again) == (["second", "first"], False)
 
 
 def loading(scheduled: SchedulerOutput) -> SimpleNamespace:

@@ -19,9 +19,10 @@ def test_everything_set() -> None:
             "UBATCH_GUARD_VERIFY": "100",
             "UBATCH_GUARD_STRICT": "yes",
             "UBATCH_GUARD_LOG_INTERVAL": "2.5",
+            "UBATCH_GUARD_POISON": "1",
         }
     )
-    assert settings == Settings(Policy.VETO, "/tmp/steps.{rank}.jsonl", 4096, 100, True, 2.5)
+    assert settings == Settings(Policy.VETO, "/tmp/steps.{rank}.jsonl", 4096, 100, True, 2.5, poison=True)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Counters:
         mirror_differences: Times the mirror differed from the runner's block table.
         verified: Steps checked at the cut itself, and
         verify_findings: those of them in which a microbatch read what a later one writes.
+        poison_reads: Requests that read a slot that nobody wrote (``UBATCH_GUARD_POISON``).
         trace_ended: Step traces that ended before their worker did.
         checks: Calls into the core, and
         check_ns: the time they took with the Python around them, in nanoseconds.
@@ -66,6 +67,7 @@ class Counters:
     mirror_differences: int = 0
     verified: int = 0
     verify_findings: int = 0
+    poison_reads: int = 0
     trace_ended: int = 0
     checks: int = 0
     check_ns: int = 0
@@ -96,6 +98,8 @@ class Counters:
             parts.append(f"{self.mirror_differences} mirror differences")
         if self.verified:
             parts.append(f"{self.verify_findings} findings in {self.verified} verified")
+        if self.poison_reads:
+            parts.append(f"{self.poison_reads} poison reads")
         if self.trace_ended:
             parts.append(f"{self.trace_ended} traces ended")
         if self.checks:
@@ -117,6 +121,7 @@ class Counters:
             ("mirror_differences", ()): self.mirror_differences,
             ("verified_steps", ()): self.verified,
             ("verify_findings", ()): self.verify_findings,
+            ("poison_reads", ()): self.poison_reads,
             ("trace_ends", ()): self.trace_ended,
             ("checks", ()): self.checks,
             ("check_seconds", ()): self.check_ns / 1e9,
@@ -147,6 +152,7 @@ _METRICS: dict[str, tuple[str, Labels]] = {
     "mirror_differences": ("Times the mirror differed from the runner's block table.", ()),
     "verified_steps": ("Steps checked at the cut itself.", ()),
     "verify_findings": ("Verified steps in which a microbatch read what a later one writes.", ()),
+    "poison_reads": ("Requests that read a slot that nobody wrote, where poison is on.", ()),
     "trace_ends": ("Step traces that ended before their worker did.", ()),
     "checks": ("Calls into the core.", ()),
     "check_seconds": ("Time in the core and the Python around it.", ()),

@@ -28,6 +28,7 @@ _KNOWN = {
     "LOG_INTERVAL",
     "MAX_DEMOTED_TOKENS",
     "RUNNERS",
+    "POISON",
 }
 
 
@@ -52,6 +53,7 @@ class Settings:
             context tokens than this, over all of them, from the decodes to the prefills of the attention
             backends (docs/design.md, "The order"); None: whatever it takes.
         runners: Further model runner classes to guard, as ``module:Class``.
+        poison: For tests and debugging, never for a live server: NaN in every slot until it is written.
 
     Raises:
         SettingsError: A number outside its bounds.
@@ -66,6 +68,7 @@ class Settings:
     hash_trace_ids: bool = False
     max_demoted_tokens: int | None = _MAX_DEMOTED_TOKENS
     runners: tuple[str, ...] = ()
+    poison: bool = False
 
     def __post_init__(self) -> None:
         # Settings that are made by hand must not raise in a step either.
@@ -84,7 +87,8 @@ class Settings:
         ``UBATCH_GUARD_TRACE_MAX_BYTES`` and ``UBATCH_GUARD_VERIFY`` = whole numbers,
         ``UBATCH_GUARD_TRACE_IDS`` = plain | hash, ``UBATCH_GUARD_STRICT`` = a truth value,
         ``UBATCH_GUARD_LOG_INTERVAL`` = seconds, ``UBATCH_GUARD_MAX_DEMOTED_TOKENS`` = a whole number or none,
-        ``UBATCH_GUARD_RUNNERS`` = ``module:Class`` with commas between.
+        ``UBATCH_GUARD_RUNNERS`` = ``module:Class`` with commas between, ``UBATCH_GUARD_POISON`` = a truth
+        value.
 
         Raises:
             SettingsError: A value that is none of these, or an unknown ``UBATCH_GUARD_*`` name: a misspelt
@@ -117,6 +121,7 @@ class Settings:
                 else _whole_number(given, "MAX_DEMOTED_TOKENS", _MAX_DEMOTED_TOKENS, least=0)
             ),
             runners=_runners(given, "RUNNERS"),
+            poison=_truth(given, "POISON"),
         )
 
 

@@ -27,7 +27,10 @@ def record_outcome() -> Iterator[outcomes.Recorder]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    table = outcomes.as_markdown(outcomes.Recorder.measured)
-    if table or outcomes.Recorder.notes:
+    tables = [
+        outcomes.as_markdown(outcomes.Recorder.measured),
+        outcomes.poison_as_markdown(outcomes.Recorder.poison),
+    ]
+    if any(tables) or outcomes.Recorder.notes:
         terminalreporter.section("outcomes")
-        terminalreporter.write_line("\n".join([*(text for _, text in outcomes.Recorder.notes), table]))
+        terminalreporter.write_line("\n".join([*(text for _, text in outcomes.Recorder.notes), *tables]))

@@ -9,6 +9,7 @@ Import this before vllm: it sets the environment that vllm reads at import.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,9 +24,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-if V2:
-    # V2's own kernels are Triton's; its interpreter runs them on a CPU. vLLM looks for a backend named "cpu".
+if V2 or not list(importlib.metadata.Distribution.discover(name="vllm-cpu")):
+    # Kernels of V2, in 0.33 of V1 too, are Triton's; its interpreter runs them on a CPU. vLLM looks for a
+    # backend named "cpu".
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Inductor would ask that backend for more than it has.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     import types as _types
 
     import triton.backends
@@ -209,8 +213,16 @@ class Engine:
         for cache in self.runner.kv_caches:
             cache.zero_()
 
-    def run(self, workload: Workload, before_step: Callable[[int], None] | None = None) -> Run:
-        """Answer a workload greedily on an empty cache; ``before_step`` is told the number of each step."""
+    def run(
+        self,
+        workload: Workload,
+        before_step: Callable[[int], None] | None = None,
+        priorities: Sequence[int] | None = None,
+    ) -> Run:
+        """Answer a workload greedily on an empty cache; ``before_step`` is told the number of each step.
+
+        ``priorities`` are those of the requests, the most urgent the lowest; None: all alike.
+        """
         import vllm
 
         self.forget()
@@ -218,16 +230,25 @@ class Engine:
         engine = self.llm.llm_engine
         self._sequence += 1
         names = [f"{self._sequence}-{place}" for place in range(len(workload.prompts))]
-        waiting = list(zip(workload.arrivals, names, workload.prompts, workload.max_tokens, strict=True))
+        waiting = list(
+            zip(
+                workload.arrivals,
+                names,
+                workload.prompts,
+                workload.max_tokens,
+                priorities or [0] * len(names),
+                strict=True,
+            )
+        )
         done: dict[str, Any] = {}
         step = 0
         while waiting or engine.has_unfinished_requests():
             while waiting and (waiting[0][0] <= step or not engine.has_unfinished_requests()):
-                _, name, prompt, max_tokens = waiting.pop(0)
+                _, name, prompt, max_tokens, priority = waiting.pop(0)
                 params = vllm.SamplingParams(
                     temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False
                 )
-                engine.add_request(name, {"prompt_token_ids": prompt}, params)
+                engine.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
             if before_step is not None:
                 before_step(step)
             for output in engine.step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,10 +72,12 @@ def test_more_microbatches(engine: Engine, num_ubatches: int) -> None:
 
 
 def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
-    """The guard's share in steps that run decodes only: of the calls, and for the record of the time.
+    """The guard's share in steps that run decodes only: of the calls, and for the record of processor time.
 
     Calls are held to a bound because no noise touches them. Seconds are not.
     """
+    if os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("of an engine whose kernels run in Triton's interpreter a step tells nothing")
     text = workloads.Text(9)
     workload = workloads.Workload("decodes")
     for _ in range(80):
@@ -90,15 +93,15 @@ def test_overhead(engine: Engine, record_outcome: Recorder) -> None:
     for turn in range(4):
         for policy in seconds if turn % 2 else reversed(seconds):
             starts: list[float] = []
-            run(policy, lambda step, starts=starts: starts.append(time.perf_counter()))
+            run(policy, lambda step, starts=starts: starts.append(time.process_time()))
             # All but the first, which is the prefill.
             seconds[policy] += np.diff(starts)[1:].tolist()
     # What else runs on the machine only ever adds.
-    off, on = (np.percentile(times, 10) for times in seconds.values())
+    off, on = (1e3 * np.percentile(times, 10) for times in seconds.values())
     record_outcome.note(
         engine.release,
-        f"Steps per second: {1 / off:.1f} with the guard off, {1 / on:.1f} with `reorder`; "
-        f"ratio {off / on:.3f}. Python calls a step: {calls[None]:.0f} and {calls[Policy.REORDER]:.0f}.",
+        f"V1, a step of 80 decodes: {off:.2f} ms of processor time with the guard off, {on:.2f} ms with "
+        f"`reorder`; ratio {on / off:.3f}. Python calls: {calls[None]:.0f} and {calls[Policy.REORDER]:.0f}.",
     )
     assert 1 < calls[Policy.REORDER] / calls[None] <= MOST_CALLS
 

@@ -34,7 +34,7 @@ CHECKED = {
     "0.27.1": "hook points; V1 run: the few-shot burst under three thresholds",
     "0.30.0": "hook points; V1 run: the few-shot burst under three thresholds",
     "0.32.0": "hook points; V1 and V2 run",
-    "0.33.0": "hook points; not run (`make test-vllm-previous` would)",
+    "0.33.0": "hook points; V1 and V2 run (`make test-vllm-previous`)",
     "0.34.0": "hook points; V2 run: the whole suite",
 }
 

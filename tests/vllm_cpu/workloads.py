@@ -146,3 +146,62 @@ def repetitive(requests: int = 8) -> Workload:
         phrase = text.tokens(6)
         workload.add(shared + phrase * 8, max_tokens=12, arrival=place // 4)
     return workload
+
+
+class RandomTraffic:
+    """Batches of requests over a tree of prefixes that grows and forks; one seed gives one stream.
+
+    Args:
+        seed: Of everything drawn.
+        longest_answer: In tokens.
+    """
+
+    _MOST_PREFIXES = 12
+    _LONGEST_PREFIX = 600
+
+    def __init__(self, seed: int, longest_answer: int = 4) -> None:
+        self._text = Text(seed)
+        self._random = random.Random(~seed)
+        self._longest_answer = longest_answer
+
+    def workload(self, requests: int) -> Workload:
+        """The next batch. Prefixes are fresh, those of others with more text, or forks of them."""
+        workload = Workload("random traffic")
+        draw = self._random
+        prefixes: list[Prompt] = []
+        arrival = 0
+        while len(workload.prompts) < requests:
+            # A burst arrives at once, mostly over one prefix.
+            prefix = self._prefix(prefixes)
+            for _ in range(min(draw.choice((1, 2, 4, 8)), requests - len(workload.prompts))):
+                kind = draw.random()
+                if kind < 0.1 and workload.prompts:
+                    prompt = list(draw.choice(workload.prompts))
+                else:
+                    prompt = (draw.choice(prefixes) if kind < 0.3 else prefix) + self._suffix()
+                workload.add(prompt, max_tokens=draw.randint(1, self._longest_answer), arrival=arrival)
+            arrival += draw.choice((0, 0, 1, 1, 2, 4))
+        return workload
+
+    def _prefix(self, prefixes: list[Prompt]) -> Prompt:
+        draw = self._random
+        base: Prompt = []
+        if prefixes and draw.random() < 0.6:
+            base = draw.choice(prefixes)
+            if draw.random() < 0.5:
+                # A fork, in the middle of a block as a rule.
+                base = base[: draw.randint(1, len(base))]
+        prefix = (base + self._text.tokens(1, 320))[: self._LONGEST_PREFIX]
+        if len(prefixes) == self._MOST_PREFIXES:
+            prefixes.pop(draw.randrange(len(prefixes)))
+        prefixes.append(prefix)
+        return prefix
+
+    def _suffix(self) -> Prompt:
+        """Of 1 to 300 tokens, most of them short; some repeat themselves, for n-gram drafts."""
+        draw = self._random
+        longest = draw.choice((1, 8, 40, 40, 300))
+        if draw.random() < 0.2:
+            phrase = self._text.tokens(1, 6)
+            return (phrase * 50)[: draw.randint(1, longest)]
+        return self._text.tokens(1, longest)

@@ -9,6 +9,7 @@ from typing import Any
 from ubatch_guard.vllm.generation import Generation, Hook
 
 _MARK = "__ubatch_guard__"
+_INHERITED = "__ubatch_guard_inherited__"
 
 
 class HookPointError(RuntimeError):
@@ -19,8 +20,13 @@ def hook(cls: type, generation: Generation) -> None:
     """Go around the methods of ``cls``, its own and those that it inherits; a second call changes nothing."""
     for name, goes_around in generation.hooks.items():
         method = getattr(cls, name, None)
-        if method is not None and not is_hooked(vars(cls).get(name)):
-            setattr(cls, name, _hooked(method, goes_around))
+        if method is None or is_hooked(vars(cls).get(name)):
+            continue
+        if name in vars(cls):
+            wrapper = _around(method, goes_around)
+        else:
+            wrapper = _around_inherited(cls, name, goes_around)
+        setattr(cls, name, wrapper)
 
 
 def unhook(cls: type) -> None:
@@ -28,8 +34,7 @@ def unhook(cls: type) -> None:
     for name, method in list(vars(cls).items()):
         if not is_ours(method):
             continue
-        inherited = any(method.__wrapped__ is vars(base).get(name) for base in cls.__mro__[1:])
-        if inherited:
+        if hasattr(method, _INHERITED):
             delattr(cls, name)
         else:
             setattr(cls, name, method.__wrapped__)
@@ -56,11 +61,26 @@ def is_hooked(method: Any) -> bool:
     return False
 
 
-def _hooked(method: Callable[..., Any], goes_around: Hook) -> Callable[..., Any]:
+def _around(method: Callable[..., Any], goes_around: Hook) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return goes_around(self, method.__get__(self), *args, **kwargs)
 
+    return _marked(wrapper)
+
+
+def _around_inherited(cls: type, name: str, goes_around: Hook) -> Callable[..., Any]:
+    """Looks the method up in each call: others may put something around a base's method later."""
+
+    @functools.wraps(getattr(cls, name))
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return goes_around(self, getattr(super(cls, self), name), *args, **kwargs)
+
+    setattr(wrapper, _INHERITED, True)
+    return _marked(wrapper)
+
+
+def _marked(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     # The wrapper itself: another's wrapper around it copies the attribute, and is not ours.
     setattr(wrapper, _MARK, wrapper)
     return wrapper

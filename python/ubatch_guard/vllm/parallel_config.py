@@ -47,7 +47,7 @@ def eligible(config: Any, num_tokens: int, num_scheduled_tokens: IntArray, decod
 def too_small(runner: Any, decides: str, num_tokens: int) -> bool:
     """Whether no cut can come, so that nothing has to be looked at.
 
-    vLLM cuts a step only if every rank's tokens, without their padding, reach a threshold of its. Of any other
+    vLLM cuts a step only if the tokens of every rank, without their padding, reach a threshold. Of any other
     runner it is not known.
 
     Args:

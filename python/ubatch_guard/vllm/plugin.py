@@ -19,6 +19,7 @@ from types import ModuleType
 
 from ubatch_guard.log import logger
 from ubatch_guard.settings import Settings
+from ubatch_guard.vllm import poison
 from ubatch_guard.vllm.attach import SETTINGS
 from ubatch_guard.vllm.generation import Generation, read_hook_points
 from ubatch_guard.vllm.generations import GENERATIONS, generation_of
@@ -48,7 +49,7 @@ def install(settings: Settings) -> None:
     Raises:
         HookPointError: As `register`.
     """
-    if settings.policy is None:
+    if settings.policy is None and not settings.poison:
         return
     for name in _modules(settings):
         if (module := sys.modules.get(name)) is not None:
@@ -73,7 +74,8 @@ def uninstall() -> None:
 def _modules(settings: Settings) -> list[str]:
     """The modules of all runners, vLLM's own first."""
     others = (*RUNNERS, *settings.runners)
-    return list(dict.fromkeys([g.module for g in GENERATIONS] + [name.partition(":")[0] for name in others]))
+    names = [g.module for g in GENERATIONS] + [name.partition(":")[0] for name in others]
+    return list(dict.fromkeys([*names, *(poison.MODULES if settings.poison else ())]))
 
 
 def _classes_in(module: str, settings: Settings) -> Iterable[str]:
@@ -83,6 +85,10 @@ def _classes_in(module: str, settings: Settings) -> Iterable[str]:
 
 
 def _hook_module(module: ModuleType, settings: Settings) -> None:
+    if settings.poison:
+        poison.hook_module(module, settings)
+    if settings.policy is None:
+        return
     generation = next((g for g in GENERATIONS if g.module == module.__name__), None)
     if generation is not None:
         _hook_vllms(generation, module, settings)

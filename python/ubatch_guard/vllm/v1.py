@@ -161,6 +161,11 @@ def _vote(
             num_tokens = getattr(guard.scheduled, "total_num_scheduled_tokens", None)
             return guard.vote_without_readers(num_reqs, _eligible(runner, counts, num_tokens))
         step = _batch(runner, num_reqs, counts)
+        # Also where no cut can come: where requests stand is followed from step to step.
+        guard.rows.may_read(step.req_ids, step.num_computed_tokens)
+        too_small = parallel_config.too_small(runner, _DECIDES, int(counts.sum()))
+        if too_small and not verify and not guard.trace.on:
+            return guard.vote_without_readers(num_reqs, False)
         if verify:
             _verify(runner, guard, step)
         return guard.vote(step, ask_engine)

@@ -160,6 +160,8 @@ def _decide(
         )
         return gathered, guard.vote_without_readers(num_reqs, eligible)
     if parallel_config.too_small(runner, _DECIDES, num_tokens) and not guard.trace.on:
+        # No cut can come, but where requests stand is followed from step to step.
+        _follow(runner, guard, state)
         return gathered, guard.vote_without_readers(num_reqs, False)
     batch = _batch(runner, guard, scheduler_output, gathered)
     if (order := guard.plan(batch)) is not None:
@@ -175,9 +177,7 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
     state, uniform_query_len = gathered[0], gathered[1]
     config, rows = runner.parallel_config, guard.rows
     counts = state.num_scheduled_tokens
-    num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
-    # Finds who is set back, which a refusal goes by; looks once in a step.
-    rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
+    num_computed_tokens = _follow(runner, guard, state)
     num_tokens = int(state.num_tokens)
     ubatches = parallel_config.num_ubatches(config)
     threshold = _decode_threshold(runner)
@@ -201,6 +201,13 @@ def _batch(runner: Any, guard: RunnerGuard, scheduler_output: Any, gathered: tup
         unsure=None if rows.complete else _unsure(runner, guard, state, num_computed_tokens),
         as_scheduled=lambda: _as_scheduled(rows.new, state.req_ids, scheduler_output),
     )
+
+
+def _follow(runner: Any, guard: RunnerGuard, state: Any) -> Any:
+    """Find who is set back, which a refusal goes by, once in a step; ``num_computed_tokens`` of the batch."""
+    num_computed_tokens = runner.req_states.num_computed_tokens_np[state.idx_mapping_np]
+    guard.rows.may_read(state.req_ids, num_computed_tokens, getattr(state, "is_prefilling_np", None))
+    return num_computed_tokens
 
 
 def _refusal(runner: Any, guard: RunnerGuard, scheduler_output: Any) -> str | None:
