@@ -252,7 +252,7 @@ def hook_module(module: ModuleType, settings: Settings) -> None:
             _go_around(cls, "prepare_attn", _prepare_attn)
             _go_around(cls, "_get_slot_mappings", _get_slot_mappings)
             logger.error(
-                "ubatch-guard: POISON IS ON for %s.%s. This is for tests and debugging, NOT for a live server",
+                "ubatch-guard: POISON IS ON for %s.%s: for tests and debugging, NOT for a live server",
                 cls.__module__,
                 cls.__name__,
             )
