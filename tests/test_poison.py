@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import pickle
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ubatch_guard.settings import Settings
+from ubatch_guard.step import Policy
+from ubatch_guard.vllm import plugin, poison
 from ubatch_guard.vllm.poison import fresh_blocks, requests_with
+from ubatch_guard.vllm.v2 import V2
 
 
 def _new(req_id: str, computed: int, *rows: list[int]) -> SimpleNamespace:
@@ -73,3 +80,66 @@ def test_requests_with_marked_tokens() -> None:
     # The last mark is in the padding.
     assert requests_with(rows, ["a", "b", "c", "d"], [3, 2, 3, 2]) == ["b", "d"]
     assert requests_with(rows, [], []) == []
+
+
+class _Pool:
+    def get_new_blocks(self, num_blocks: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(block_id=block) for block in range(1, num_blocks + 1)]
+
+
+class _Scheduler:
+    def __init__(self) -> None:
+        self.kv_cache_manager = SimpleNamespace(block_pool=_Pool())
+
+    def schedule(self) -> SimpleNamespace:
+        self.kv_cache_manager.block_pool.get_new_blocks(3)
+        return SimpleNamespace()
+
+
+class _Runner:
+    def execute_model(self, scheduler_output: Any) -> None: ...
+
+    def prepare_attn(self, input_batch: Any) -> None: ...
+
+
+@pytest.fixture
+def classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type, type, type]]:
+    """A pool, a scheduler and a runner, as the modules of vLLM have them, without hooks."""
+    named = {
+        poison.BLOCK_POOL: ("BlockPool", type("BlockPool", (_Pool,), dict(vars(_Pool)))),
+        poison.SCHEDULER: ("Scheduler", type("Scheduler", (_Scheduler,), dict(vars(_Scheduler)))),
+        V2.module: (V2.cls, type(V2.cls, (_Runner,), dict(vars(_Runner)))),
+    }
+    for name, (cls_name, cls) in named.items():
+        module = ModuleType(name)
+        # Its guard finds no sources, and leaves it alone.
+        module.__file__ = None
+        setattr(module, cls_name, cls)
+        monkeypatch.setitem(sys.modules, name, module)
+    yield tuple(cls for _, cls in named.values())
+    plugin.uninstall()
+
+
+def _hooked(*classes: type) -> list[str]:
+    return [name for cls in classes for name, method in vars(cls).items() if hasattr(method, "__wrapped__")]
+
+
+@pytest.mark.parametrize("policy", [None, Policy.REORDER])
+def test_nothing_is_hooked_unless_it_is_asked_for(
+    classes: tuple[type, type, type], policy: Policy | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.install(Settings(policy=policy))
+    assert _hooked(*classes) == []
+    plugin.install(Settings(policy=policy, poison=True))
+    assert _hooked(*classes) == ["get_new_blocks", "schedule", "execute_model", "prepare_attn"]
+    assert caplog.text.count("POISON IS ON") == 1
+
+
+def test_an_output_says_what_the_pool_handed_out(classes: tuple[type, type, type]) -> None:
+    """Whatever became of the requests; and each block in one output, pickled or not."""
+    plugin.install(Settings(policy=None, poison=True))
+    scheduler = classes[1]()
+    scheduler.kv_cache_manager.block_pool = classes[0]()
+    for _ in range(2):
+        output = pickle.loads(pickle.dumps(scheduler.schedule()))
+        assert list(vars(output).values()) == [[1, 2, 3]]

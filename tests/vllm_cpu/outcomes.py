@@ -33,7 +33,8 @@ _POISON = """\
 
 NaN in every slot until it is written (`UBATCH_GUARD_POISON=1`). *Wrong*: answers with every step cut,
 without a guard and without poison. *Reported*: requests that read NaN, in the same cuts. *Silent*: requests
-that read NaN under `reorder`, and with no step cut and no guard; 0 is right."""
+that read NaN under `reorder`, and with no step cut and no guard; 0 is right. Priority preemption is wrong
+without any cut, and no guard's matter."""
 
 _RELEASE = "vLLM "
 """Begins the heading of a release's section."""

@@ -88,7 +88,8 @@ def _reported(engine: Engine, workload: Workload, **how) -> tuple[set[int], Run]
     return {int(name.split("-")[1]) for name in poison.reported.keys() - before}, run
 
 
-@pytest.mark.parametrize("kind", [FULL, WINDOWS, SMALL], indirect=True)
+# On 0.32 no engine can be made after one with n-gram drafts (``triton_utils/dispatcher.py``, numba).
+@pytest.mark.parametrize("kind", [FULL, SMALL, WINDOWS], indirect=True)
 def test_poison(engine: Engine, kind: str, record_outcome: Recorder) -> None:
     assert kind != WINDOWS or group_values(engine, "sliding_window") == {None, SLIDING_WINDOW}
     outcomes = [_measure(engine, case(), kind) for case in CASES[kind]]

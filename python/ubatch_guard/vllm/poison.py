@@ -118,11 +118,7 @@ class Poison:
         if self._zeroed:
             self._say("vLLM zeroes new blocks of this model: only the slots of a step are poisoned")
         layers = sum(map(len, self._layers.values()))
-        say(
-            f"ubatch-guard: POISON IS ON. Keys of {layers} layers are NaN until they are written. For "
-            "tests and debugging, NOT for a live server",
-            logging.ERROR,
-        )
+        say(f"ubatch-guard: poison: keys of {layers} layers are NaN until they are written")
 
     def _supported(self, layer_names: Iterable[str]) -> list[Any]:
         """Those of the layers whose slots can be poisoned; the others are said, once for each kind."""
@@ -155,7 +151,7 @@ class Poison:
         """Poison the blocks that come into use in a step, before anything of it is run."""
         if self._zeroed:
             return
-        handed_out = scheduler_output.__dict__.get(_HANDED_OUT)
+        handed_out = getattr(scheduler_output, _HANDED_OUT, None)
         if handed_out is not None and scheduler_output.kv_connector_metadata is None:
             # What the pool handed out, whatever became of it: a request that was preempted in the pass that
             # scheduled it is in no list. A connector may have begun to load into some of these.
@@ -240,22 +236,28 @@ def _give_up(runner: Any, error: Exception) -> None:
 def hook_module(module: ModuleType, settings: Settings) -> None:
     """Go around what a module of `MODULES` has to be hooked in; a second call changes the settings only."""
     if module.__name__ == BLOCK_POOL:
-        _go_around(module.BlockPool, "get_new_blocks", _get_new_blocks)
+        _go_around(getattr(module, "BlockPool", None), "get_new_blocks", _get_new_blocks)
     elif module.__name__ == SCHEDULER:
-        _go_around(module.Scheduler, "schedule", _schedule)
+        _go_around(getattr(module, "Scheduler", None), "schedule", _schedule)
     for generation in GENERATIONS:
         if module.__name__ == generation.module:
-            cls = getattr(module, generation.cls)
+            cls = getattr(module, generation.cls, None)
+            if cls is None:
+                continue
             setattr(cls, SETTINGS, settings)
             _go_around(cls, "execute_model", _execute_model)
             _go_around(cls, "prepare_attn", _prepare_attn)
             _go_around(cls, "_get_slot_mappings", _get_slot_mappings)
-            say(f"ubatch-guard: POISON IS ON for {cls.__module__}.{cls.__name__}", logging.ERROR)
+            say(
+                f"ubatch-guard: POISON IS ON for {cls.__module__}.{cls.__name__}: for tests and debugging, "
+                "NOT for a live server",
+                logging.ERROR,
+            )
 
 
-def _go_around(cls: type, name: str, around: Callable[..., Any]) -> None:
+def _go_around(cls: type | None, name: str, around: Callable[..., Any]) -> None:
     method = getattr(cls, name, None)
-    if method is None or hasattr(method, _KEY):
+    if cls is None or method is None or hasattr(method, _KEY):
         return
 
     @functools.wraps(method)
@@ -277,9 +279,10 @@ def _get_new_blocks(pool: Any, upstream: Callable[..., Any], *args: Any, **kwarg
 
 def _schedule(scheduler: Any, upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     scheduler_output = upstream(*args, **kwargs)
-    pool = scheduler.kv_cache_manager.block_pool
-    # Pickled with it on its way to the workers.
-    scheduler_output.__dict__[_HANDED_OUT] = pool.__dict__.pop(_HANDED_OUT, [])
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    if pool is not None and hasattr(scheduler_output, "__dict__"):
+        # Pickled with it on its way to the workers.
+        scheduler_output.__dict__[_HANDED_OUT] = pool.__dict__.pop(_HANDED_OUT, [])
     return scheduler_output
 
 
