@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import prometheus_client
 import pytest
+import shapes
 
 from ubatch_guard.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from ubatch_guard.engine.guarded import GuardedRunner
@@ -19,7 +20,7 @@ from ubatch_guard.engine.request import SamplingParams
 from ubatch_guard.engine.runner import Runner
 from ubatch_guard.runner_mixin import runner_guard
 from ubatch_guard.settings import Settings
-from ubatch_guard.step import Policy
+from ubatch_guard.step import KVCacheGroup, Policy
 from ubatch_guard.trace.reader import TraceReader
 from ubatch_guard.vllm import parallel_config
 
@@ -419,3 +420,32 @@ def test_counts_reach_the_log_and_prometheus(caplog: pytest.LogCaptureFixture) -
     assert "ubatch-guard (reorder): 1 steps" in caplog.text
     assert "1 reordered (2 requests moved)" in caplog.text
     assert sample() == before + 1
+
+
+def test_v2_follows_where_requests_stand_in_steps_that_no_cut_can_come_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above: both fall back to where they began the small step, past where the large one saw them."""
+    monkeypatch.setattr(parallel_config, "leaves_cutting_to_vllm", lambda runner, decides: True)
+    runner = shapes.guarded(
+        "v2", Settings(policy=Policy.REORDER, log_interval=0.0), (KVCacheGroup(BLOCK, 256),)
+    )
+    runner.parallel_config.dbo_decode_token_threshold, runner.parallel_config.dbo_prefill_token_threshold = (
+        32,
+        512,
+    )
+    blocks, prompt = ([*range(1, 51)],), range(800)
+
+    def loading_step(counts: dict[str, int], computed: dict[str, int], new: bool = False) -> SchedulerOutput:
+        arriving = [shapes.NewRequestData(r, blocks, computed[r], prompt) for r in counts] if new else []
+        running = [] if new else list(counts)
+        cached = shapes.CachedRequestData(running, [None] * len(running), [computed[r] for r in running])
+        scheduled = shapes.SchedulerOutput(arriving, cached, counts)
+        scheduled.kv_connector_metadata = ()
+        return scheduled
+
+    assert runner.run(loading_step({"first": 600, "second": 8}, {"first": 0, "second": 176}, True)).allowed
+    assert runner.run(loading_step({"first": 8, "second": 16}, {"first": 600, "second": 184})).allowed
+    again = loading_step({"second": 16, "first": 500}, {"second": 184, "first": 160})
+    assert not runner.run(again).allowed
+    assert runner.ubatch_guard.counters.vetoed == {"set_back": 1}
