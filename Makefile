@@ -30,7 +30,11 @@ build: $(VENV)/.build  ## Make the environment and build the package into it
 
 -include mk/*.mk
 
-test: lint test-rust test-python  ## Every test and check that needs no vLLM
+# The checks of Python go on while Rust builds.
+test:  ## Every test and check that needs no vLLM
+	$(MAKE) build
+	$(MAKE) -j2 --output-sync=target lint test-rust
+	$(MAKE) test-python
 
 lint: build  ## Formatting, linters, types, stubs
 	cargo fmt --check

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ OPTIONS = ["--no-fail-fast", "--", "--skip", "large_"]
 # A change can make a loop endless; the first build takes long on a small machine.
 TEST_SECONDS = 150
 FIRST_SECONDS = 1800
+MEMORY = 4 << 30
+"""Bytes of address space of each process: a change can make a loop that grows."""
 
 
 @dataclass(frozen=True)
@@ -414,6 +417,7 @@ def run(crate: Path, target: Path, seconds: int = TEST_SECONDS) -> tuple[list[st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
     )
     try:
         output, _ = tests.communicate(timeout=seconds)
@@ -422,6 +426,9 @@ def run(crate: Path, target: Path, seconds: int = TEST_SECONDS) -> tuple[list[st
         tests.wait()
         return [f"no end within {seconds} s"], ""
     failed = sorted(set(re.findall(r"^    (\S+::\S+)$", output, re.MULTILINE)))
+    if not failed and (killed := re.search(r"\(signal: (\d+), .*\)", output)):
+        # A test that has no memory left takes the whole program with it.
+        failed = [f"killed by signal {killed[1]}"]
     if tests.returncode and not failed:
         return [], output or "failed without a word"
     return failed, ""

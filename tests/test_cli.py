@@ -30,6 +30,10 @@ KEYS = [
     "kept",
     "vetoed",
     "reordered",
+    "eligible_tokens",
+    "kept_tokens",
+    "safe_tokens",
+    "engine_kept_tokens",
     "check_us_p50",
     "check_us_p99",
 ]
@@ -395,7 +399,7 @@ def test_progress_on_a_terminal() -> None:
     pytest.importorskip("rich")
     terminal, other_end = pty.openpty()
     code = "import sys; from ubatch_guard.cli import main; sys.exit(main())"
-    path = TRACES / "mooncake-conversation-none.jsonl.gz"
+    path = TRACES / "hybrid-swa-rag-t1.jsonl.gz"
     with subprocess.Popen(
         [sys.executable, "-c", code, "audit", "--engine", "reference", "--json", str(path)],
         stdout=subprocess.PIPE,
@@ -413,7 +417,7 @@ def test_progress_on_a_terminal() -> None:
                 break
             shown += piece
         assert process.stdout is not None
-        assert json.loads(process.stdout.read())["steps"] == 553
+        assert json.loads(process.stdout.read())["steps"] == 162
     os.close(terminal)
     assert path.name.encode() in shown
     assert b"kB" in shown

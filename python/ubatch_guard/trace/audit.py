@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -62,20 +62,22 @@ class AuditOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class UnsafeStep:
-    """A step with an unsafe feasible cut.
+class AuditedStep:
+    """A step, and what came out of it.
 
     Attributes:
         line: Line of the trace.
         record: The step.
         num_ubatches: Microbatches it was to be split into.
-        verdict: What the guard says; its unsafe cuts are the feasible ones.
+        verdict: What the guard says; its unsafe cuts are the feasible ones. None: the step is not eligible.
+        hazardous: Unsafe at one of vLLM's own cuts.
     """
 
     line: int
     record: StepRecord
     num_ubatches: int
-    verdict: Verdict
+    verdict: Verdict | None
+    hazardous: bool
 
     @property
     def feasible(self) -> CutRange:
@@ -101,6 +103,10 @@ class TraceAudit:
         kept: Eligible steps that run split under the policy.
         vetoed: Eligible steps that run whole under the policy.
         reordered: ``hazardous_any_cut``, and kept in an order without any unsafe cut.
+        eligible_tokens: Scheduled tokens of the eligible steps.
+        kept_tokens: Those of them in steps that run split under the policy.
+        safe_tokens: Those of them in steps that are safe at any feasible cut.
+        engine_kept_tokens: Those of them in steps that vLLM's guard let through.
         cut: Steps that were really cut; None: the trace says it of no step.
         cut_unsafe: Those of them that were cut where it is unsafe.
         check_us_p50: Median time of the guard's answer to an eligible step, in microseconds, if there is one.
@@ -120,17 +126,85 @@ class TraceAudit:
     kept: int = 0
     vetoed: int = 0
     reordered: int = 0
+    eligible_tokens: int = 0
+    kept_tokens: int = 0
+    safe_tokens: int = 0
+    engine_kept_tokens: int = 0
     cut: int | None = None
     cut_unsafe: int | None = None
     check_us_p50: float | None = None
     check_us_p99: float | None = None
 
 
+class Auditor:
+    """Audits steps one after the other, wherever they come from.
+
+    Args:
+        trace: Name of the trace, for the counts.
+        header: What the steps have in common.
+        options: What to audit for.
+        on_audited: Called with each step.
+
+    Raises:
+        GuardError: The core does not take such groups.
+    """
+
+    def __init__(
+        self,
+        trace: str,
+        header: TraceHeader,
+        options: AuditOptions,
+        *,
+        on_audited: Callable[[AuditedStep], None] | None = None,
+    ) -> None:
+        self._header = header
+        self._options = options
+        self._on_audited = on_audited
+        self._decider: _Decider = (_ReferenceDecider if options.reference else _CoreDecider)(
+            header, options.policy
+        )
+        self._audit = TraceAudit(trace)
+        self._seconds = array("d")
+
+    def step(self, record: StepRecord, line: int) -> None:
+        """Count one step, which follows on the ones before.
+
+        Raises:
+            GuardError: A row holds a block that is not in its pool.
+            TooWideError: The step's block tables would be too large (with the reference alone).
+            MemoryError: There is no memory for what has to be kept.
+        """
+        audit, decider = self._audit, self._decider
+        audit.steps += 1
+        decider.update(record)
+        if record.cuts is not None:
+            audit.cut = (audit.cut or 0) + bool(record.cuts)
+            unsafe = any(decider.is_unsafe_cut(record, cut) for cut in record.cuts)
+            audit.cut_unsafe = (audit.cut_unsafe or 0) + unsafe
+        verdict, hazardous = None, False
+        if _eligible(record, self._header, self._options):
+            verdict, took = decider.decide(record)
+            self._seconds.append(took)
+            if verdict.order is not None and not decider.is_safe(record, verdict.order):
+                verdict = Verdict(False, Reason.NO_ORDER, verdict.unsafe)
+            hazardous = _is_hazardous(record, self._header.num_ubatches, verdict)
+            _count(audit, record, verdict, hazardous=hazardous)
+        if self._on_audited is not None:
+            self._on_audited(AuditedStep(line, record, self._header.num_ubatches, verdict, hazardous))
+
+    def result(self) -> TraceAudit:
+        """The counts of the steps so far."""
+        if self._seconds:
+            p50, p99 = np.percentile(np.frombuffer(self._seconds) * 1e6, (50, 99)).tolist()
+            self._audit.check_us_p50, self._audit.check_us_p99 = round(p50, 3), round(p99, 3)
+        return replace(self._audit)
+
+
 def audit_trace(
     path: str | Path,
     options: AuditOptions,
     *,
-    on_unsafe: Callable[[UnsafeStep], None] | None = None,
+    on_audited: Callable[[AuditedStep], None] | None = None,
     on_step: Callable[[TraceReader], None] | None = None,
 ) -> TraceAudit:
     """Audit one trace.
@@ -138,59 +212,24 @@ def audit_trace(
     Args:
         path: The trace.
         options: What to audit for.
-        on_unsafe: Called with each step that has an unsafe feasible cut.
-        on_step: Called after each step.
+        on_audited: Called with each step.
+        on_step: Called after each step, for a progress bar.
 
     Raises:
         TraceError: The trace cannot be read, or holds a step that cannot be.
     """
-    audit = TraceAudit(trace=Path(path).name)
-    seconds = array("d")
     with TraceReader(path, partial=options.partial) as reader:
         try:
-            decider = (_ReferenceDecider if options.reference else _CoreDecider)(
-                reader.header, options.policy
-            )
+            auditor = Auditor(Path(path).name, reader.header, options, on_audited=on_audited)
             for record in reader:
-                unsafe = _audit_step(audit, reader, record, decider, options, seconds)
-                if unsafe is not None and on_unsafe is not None:
-                    on_unsafe(unsafe)
+                auditor.step(record, reader.line)
                 if on_step is not None:
                     on_step(reader)
         except (GuardError, TooWideError) as error:
             raise TraceError(reader.path, reader.line, str(error)) from error
         except MemoryError as error:
             raise TraceError(reader.path, reader.line, "more than there is memory for") from error
-    if seconds:
-        p50, p99 = np.percentile(np.frombuffer(seconds) * 1e6, (50, 99)).tolist()
-        audit.check_us_p50, audit.check_us_p99 = round(p50, 3), round(p99, 3)
-    return audit
-
-
-def _audit_step(
-    audit: TraceAudit,
-    reader: TraceReader,
-    record: StepRecord,
-    decider: _Decider,
-    options: AuditOptions,
-    seconds: array[float],
-) -> UnsafeStep | None:
-    """Count one step; the step, if it has an unsafe feasible cut."""
-    header = reader.header
-    audit.steps += 1
-    decider.update(record)
-    if record.cuts is not None:
-        audit.cut = (audit.cut or 0) + bool(record.cuts)
-        unsafe = any(decider.is_unsafe_cut(record, cut) for cut in record.cuts)
-        audit.cut_unsafe = (audit.cut_unsafe or 0) + unsafe
-    if not _eligible(record, header, options):
-        return None
-    verdict, took = decider.decide(record)
-    seconds.append(took)
-    if verdict.order is not None and not decider.is_safe(record, verdict.order):
-        verdict = Verdict(False, Reason.NO_ORDER, verdict.unsafe)
-    _count(audit, record, header, verdict)
-    return UnsafeStep(reader.line, record, header.num_ubatches, verdict) if verdict.unsafe else None
+    return auditor.result()
 
 
 class _Decider(Protocol):
@@ -296,11 +335,15 @@ def decodes_lead(record: StepRecord, decode_threshold: int | None) -> npt.NDArra
     return decode_phases(record.num_computed_tokens, record.num_scheduled_tokens, may_read, decode_threshold)
 
 
-def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, verdict: Verdict) -> None:
-    cut = record.num_tokens // header.num_ubatches
-    hazardous = any(_has_multiple(unsafe, cut, header.num_ubatches) for unsafe in verdict.unsafe)
+def _is_hazardous(record: StepRecord, num_ubatches: int, verdict: Verdict) -> bool:
+    cut = record.num_tokens // num_ubatches
+    return any(_has_multiple(unsafe, cut, num_ubatches) for unsafe in verdict.unsafe)
+
+
+def _count(audit: TraceAudit, record: StepRecord, verdict: Verdict, *, hazardous: bool) -> None:
     prefill = bool(record.num_scheduled_tokens.max() >= PREFILL_TOKENS)
     refused = not record.vllm_allows
+    tokens = record.num_tokens
     audit.eligible += 1
     audit.hazardous += hazardous
     audit.hazardous_any_cut += bool(verdict.unsafe)
@@ -312,6 +355,10 @@ def _count(audit: TraceAudit, record: StepRecord, header: TraceHeader, verdict: 
     audit.kept += verdict.allow
     audit.vetoed += not verdict.allow
     audit.reordered += verdict.reason is Reason.REORDERED
+    audit.eligible_tokens += tokens
+    audit.kept_tokens += tokens * verdict.allow
+    audit.safe_tokens += tokens * (not verdict.unsafe)
+    audit.engine_kept_tokens += tokens * (not refused)
 
 
 def _has_multiple(unsafe: UnsafeCuts, cut: int, num_ubatches: int) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from ubatch_guard.step import Policy
+from ubatch_guard.step import Policy, Verdict
 from ubatch_guard.trace.audit import (
     DBO_DECODE_TOKEN_THRESHOLD,
     DBO_PREFILL_TOKEN_THRESHOLD,
+    AuditedStep,
     AuditOptions,
     TraceAudit,
-    UnsafeStep,
     audit_trace,
 )
 from ubatch_guard.trace.format import TraceError
@@ -112,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for path in args.traces:
         unsafe: list[dict[str, Any]] = []
-        on_unsafe = _on_unsafe(path, unsafe, as_json=args.json) if args.explain else None
+        on_audited = _explain(path, unsafe, as_json=args.json) if args.explain else None
         try:
             with _progress(path, shown=args.json or not args.explain) as on_step:
-                audit = audit_trace(path, options, on_unsafe=on_unsafe, on_step=on_step)
+                audit = audit_trace(path, options, on_audited=on_audited, on_step=on_step)
         except TraceError as error:
             # What is left to say it to may be closed.
             with contextlib.suppress(OSError):
@@ -137,11 +137,18 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _on_unsafe(path: str, unsafe: list[dict[str, Any]], *, as_json: bool) -> Callable[[UnsafeStep], None]:
+def _explain(path: str, unsafe: list[dict[str, Any]], *, as_json: bool) -> Callable[[AuditedStep], None]:
     """What ``--explain`` does with an unsafe step: print it, or keep it for the trace's JSON object."""
-    if as_json:
-        return lambda step: unsafe.append(_unsafe_step_json(step))
-    return lambda step: print(*_explanation(path, step), sep="\n")
+
+    def explain(step: AuditedStep) -> None:
+        if step.verdict is None or not step.verdict.unsafe:
+            return
+        if as_json:
+            unsafe.append(_unsafe_step_json(step, step.verdict))
+        else:
+            print(*_explanation(path, step, step.verdict), sep="\n")
+
+    return explain
 
 
 def _token_count(text: str) -> int:
@@ -151,26 +158,26 @@ def _token_count(text: str) -> int:
     return count
 
 
-def _explanation(path: str, step: UnsafeStep) -> Iterator[str]:
+def _explanation(path: str, step: AuditedStep, verdict: Verdict) -> Iterator[str]:
     """The culprits of an unsafe step, and what becomes of it, a line each."""
     where = f"{_printable(path)}:{step.line}:"
     ids = step.record.request_ids
-    for cuts in step.verdict.unsafe:
+    for cuts in verdict.unsafe:
         yield (
             f"{where} cuts {cuts.first}..{cuts.last} of {step.feasible.first}..{step.feasible.last} unsafe: "
             f"{ids[cuts.reader]!r} (position {cuts.reader}) reads block {cuts.block} of group {cuts.group}, "
             f"which {ids[cuts.writer]!r} (position {cuts.writer}) writes"
         )
-    if step.verdict.order is None:
+    if verdict.order is None:
         yield f"{where} vetoed"
     else:
-        moved = sum(i != position for i, position in enumerate(step.verdict.order.permutation))
+        moved = sum(i != position for i, position in enumerate(verdict.order.permutation))
         yield f"{where} reordered, {moved} of {len(ids)} requests moved"
 
 
-def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
+def _unsafe_step_json(step: AuditedStep, verdict: Verdict) -> dict[str, Any]:
     ids = step.record.request_ids
-    order = step.verdict.order
+    order = verdict.order
     return {
         "line": step.line,
         "feasible_cuts": [step.feasible.first, step.feasible.last],
@@ -183,7 +190,7 @@ def _unsafe_step_json(step: UnsafeStep) -> dict[str, Any]:
                 "group": cuts.group,
                 "block": cuts.block,
             }
-            for cuts in step.verdict.unsafe
+            for cuts in verdict.unsafe
         ],
         "order": None if order is None else [ids[position] for position in order.permutation],
     }
