@@ -82,6 +82,25 @@ def test_veto_runs_unsafe_steps_whole(
     assert (audit.engine_kept_tokens < audit.eligible_tokens) is bool(audit.engine_vetoed)
 
 
+def test_tokens_are_those_of_the_steps_counted() -> None:
+    tokens = {"eligible": 0, "refused": 0, "unsafe": 0}
+    path = TRACES / "grpo-t1.jsonl.gz"
+
+    def tally(step: AuditedStep) -> None:
+        num_tokens = int(step.record.num_scheduled_tokens.sum())
+        few = num_tokens < (32 if step.record.num_scheduled_tokens.max() == 1 else 512)
+        assert (step.verdict is None) == (few or len(step.record.request_ids) < 2)
+        if step.verdict is not None:
+            tokens["eligible"] += num_tokens
+            tokens["refused"] += num_tokens * (not step.record.vllm_allows)
+            tokens["unsafe"] += num_tokens * bool(step.verdict.unsafe)
+
+    audit = audit_trace(path, AuditOptions(Policy.VETO), on_audited=tally)
+    assert audit.eligible_tokens == tokens["eligible"] == audit.kept_tokens + tokens["unsafe"]
+    assert audit.engine_kept_tokens == tokens["eligible"] - tokens["refused"]
+    assert 0 < tokens["refused"] < tokens["eligible"]
+
+
 def _cuts(found: list[Any]) -> tuple[UnsafeCuts, ...]:
     return tuple(UnsafeCuts(*fields) for fields in found)
 

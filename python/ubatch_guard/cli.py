@@ -73,6 +73,8 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    if not arguments:
+        arguments = ["--help"]
     try:
         for name, summary in _SUMMARIES.items():
             command = commands.add_parser(name, help=summary)

@@ -7,60 +7,43 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from ubatch_guard.step import Policy, Verdict
+from ubatch_guard.trace.answer import print_audits, printable
 from ubatch_guard.trace.audit import (
     DBO_DECODE_TOKEN_THRESHOLD,
     DBO_PREFILL_TOKEN_THRESHOLD,
     AuditedStep,
     AuditOptions,
-    TraceAudit,
     audit_trace,
 )
 from ubatch_guard.trace.format import TraceError
 from ubatch_guard.trace.reader import TraceReader
 
-# Two lines each, so that the table fits beside others.
-_HEADINGS = {
-    "trace": ("", "trace"),
-    "steps": ("", "steps"),
-    "eligible": ("", "eligible"),
-    "hazardous": ("unsafe", "at cut"),
-    "hazardous_any_cut": ("unsafe", "any cut"),
-    "engine_vetoed": ("vLLM", "vetoed"),
-    "engine_missed": ("vLLM", "missed"),
-    "engine_needless": ("vLLM", "needless"),
-    "kept": ("run", "split"),
-    "vetoed": ("run", "whole"),
-    "reordered": ("re-", "ordered"),
-    "cut": ("really", "cut"),
-    "cut_unsafe": ("cut", "unsafe"),
-    "check_us_p50": ("us", "p50"),
-    "check_us_p99": ("us", "p99"),
-}
-_LEGEND = (
-    "eligible: large enough to be split. unsafe: at vLLM's own cut, or at any that padding can move it to.",
-    "vLLM: refused by its own guard, unsafe at the cut but let through, refused though safe at any cut.",
-    "run: what this guard makes of the eligible steps, some of them reordered. us: time of its answer.",
-)
 _IF_KNOWN = ("cut", "cut_unsafe")
 """Counts that only traces of version 2 have; left out where they are not known."""
 _PROGRESS_STEPS = 16
+EXAMPLE = os.path.join(os.path.dirname(__file__), "data", "example.jsonl.gz")
+"""The first 59 steps of tests/traces/grpo-t128-b64.jsonl.gz."""
+MAX_RANKS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    # One of two is needed, which argparse cannot say.
+    parser.set_defaults(usage=parser.error)
     parser.description = (
-        "Count, in traces of engine steps, the steps that microbatching would make wrong, what vLLM's own "
-        "guard made of them, and what this guard does."
+        "Count the steps of a trace that microbatching would make wrong, what vLLM would do about them "
+        "(0.34: nothing; 0.28 to 0.33: its old rule), and what this guard does."
     )
     parser.epilog = (
         "Exit status: 0, or 2 where a trace could not be read (the others are audited all the same)."
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="a step trace: plain text, gzip or zstd")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="a step trace: plain text, gzip or zstd")
+    parser.add_argument("--example", action="store_true", help="audit the trace that comes with the package")
     parser.add_argument("--json", action="store_true", help="one JSON object a line for each trace")
     parser.add_argument(
         "--policy",
@@ -84,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same where every query is one token (default: %(default)s)",
     )
     parser.add_argument(
+        "--ranks",
+        type=_rank_count,
+        default=1,
+        metavar="N",
+        help="also show what becomes of the overlap with up to N data-parallel ranks, 1 to 65,536",
+    )
+    parser.add_argument(
         "--explain", action="store_true", help="name reader, writer and block of every unsafe step"
     )
     parser.add_argument(
@@ -101,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit the traces; the exit status."""
+    if not args.traces and not args.example:
+        args.usage("a TRACE is needed, or --example")
     options = AuditOptions(
         policy=Policy(args.policy),
         prefill_token_threshold=args.dbo_prefill_token_threshold,
@@ -110,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     )
     audits = []
     status = 0
-    for path in args.traces:
+    for path in [*([EXAMPLE] if args.example else []), *args.traces]:
         unsafe: list[dict[str, Any]] = []
         on_audited = _explain(path, unsafe, as_json=args.json) if args.explain else None
         try:
@@ -119,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         except TraceError as error:
             # What is left to say it to may be closed.
             with contextlib.suppress(OSError):
-                print(_printable(str(error)), file=sys.stderr)
+                print(printable(str(error)), file=sys.stderr)
             status = 2
             continue
         audits.append(audit)
@@ -133,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
                 line["unsafe_steps"] = unsafe
             print(json.dumps(line), flush=True)
     if audits and not args.json:
-        _print_table(audits, options.policy)
+        print_audits(audits, options.policy, args.ranks)
     return status
 
 
@@ -158,9 +150,16 @@ def _token_count(text: str) -> int:
     return count
 
 
+def _rank_count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text} is not among 1 to {MAX_RANKS}")
+    return count
+
+
 def _explanation(path: str, step: AuditedStep, verdict: Verdict) -> Iterator[str]:
     """The culprits of an unsafe step, and what becomes of it, a line each."""
-    where = f"{_printable(path)}:{step.line}:"
+    where = f"{printable(path)}:{step.line}:"
     ids = step.record.request_ids
     for cuts in verdict.unsafe:
         yield (
@@ -212,7 +211,7 @@ def _progress(path: str, *, shown: bool) -> Iterator[Callable[[TraceReader], Non
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(_printable(os.path.basename(path)), total=size)
+        task = progress.add_task(printable(os.path.basename(path)), total=size)
         steps = 0
 
         def on_step(reader: TraceReader) -> None:
@@ -222,71 +221,3 @@ def _progress(path: str, *, shown: bool) -> Iterator[Callable[[TraceReader], Non
                 progress.update(task, completed=reader.tell())
 
         yield on_step
-
-
-def _print_table(audits: Sequence[TraceAudit], policy: Policy) -> None:
-    keys = [
-        key
-        for key in _HEADINGS
-        if key not in _IF_KNOWN or any(getattr(audit, key) is not None for audit in audits)
-    ]
-    rows = [[_cell(key, getattr(audit, key)) for key in keys] for audit in audits]
-    if len(audits) > 1:
-        sums = {"trace": "all"}
-        for key in keys:
-            counts = [count for audit in audits if isinstance(count := getattr(audit, key), int)]
-            if counts:
-                sums[key] = str(sum(counts))
-        rows.append([sums.get(key, "") for key in keys])
-    title = f"Steps that microbatching would split, policy {policy.value}"
-    try:
-        from rich.box import SIMPLE
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        _print_plain(title, keys, rows)
-        return
-    table = Table(
-        title=title, box=SIMPLE, padding=(0, 1, 0, 0), caption="\n".join(_LEGEND), caption_justify="left"
-    )
-    for key in keys:
-        justify: Literal["left", "right"] = "left" if key == "trace" else "right"
-        table.add_column("\n".join(_HEADINGS[key]), justify=justify, no_wrap=True)
-    for row in rows:
-        if row is rows[-1] and len(audits) > 1:
-            table.add_section()
-        table.add_row(*row)
-    # As wide as it is: a terminal that is narrower breaks its lines, which folded columns would not survive.
-    # A file name may look like rich's own markup.
-    console = Console(width=1000, markup=False, emoji=False)
-    console.width = console.measure(table).maximum
-    console.print(table)
-
-
-def _print_plain(title: str, keys: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The table without rich: columns parted by two spaces, numbers to the right."""
-    headings = list(zip(*(_HEADINGS[key] for key in keys), strict=True))
-    widths = [max(map(len, column)) for column in zip(*headings, *rows, strict=True)]
-    print(title)
-    for row in (*headings, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]))
-    print(*_LEGEND, sep="\n")
-
-
-def _cell(key: str, value: object) -> str:
-    if key == "trace":
-        return _printable(str(value).removesuffix(".gz").removesuffix(".zst").removesuffix(".jsonl"))
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _printable(text: str) -> str:
-    """A text in one line: a file may be named with line feeds and escapes."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )

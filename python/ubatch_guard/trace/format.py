@@ -46,7 +46,8 @@ class TraceError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
+        where = f"{self.path}:{self.line}" if self.line else self.path
+        return f"{where}: {self.reason}"
 
 
 class MalformedError(ValueError):

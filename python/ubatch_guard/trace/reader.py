@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,9 @@ from ubatch_guard.trace.format import MalformedError, TraceError, TraceHeader, o
 from ubatch_guard.trace.lines import BrokenOffError, Source, UnreadableError, check_line, split_lines
 from ubatch_guard.trace.parser import StepParser
 from ubatch_guard.trace.records import StepRecord
+
+REQUEST_KEYS = frozenset({"input_length", "hash_ids", "prompt", "prompt_token_ids", "messages"})
+"""By one of them a line of a request log is told from a trace's header."""
 
 
 class TraceReader:
@@ -118,6 +122,10 @@ class TraceReader:
         if line is None:
             self.line = 1
             raise self._error("no header line")
+        if REQUEST_KEYS & line.keys() and "format" not in line:
+            raise self._error(
+                f"a log of requests, not of steps; try: ubatch-guard simulate {shlex.quote(self.path)}"
+            )
         try:
             return TraceHeader.from_json(line)
         except MalformedError as error:
