@@ -112,3 +112,16 @@ def test_the_readme_runs() -> None:
         assert done.returncode == 0, done.stderr
         assert "first=1, last=79" in done.stdout
         assert "permutation=(1, 0)" in done.stdout
+
+
+def test_the_readme_shows_what_its_commands_print() -> None:
+    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    for block in blocks:
+        command, shown = re.findall(r"^\$ (ubatch-guard .*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)[-1]
+        run = [sys.executable, "-m", "ubatch_guard.cli", *command.split()[1:]]
+        printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        assert len(printed.splitlines()) > 5
+        # Times are those of the machine.
+        timed = r"took \d+ us \(median\) and \d+ us"
+        assert re.sub(timed, "", printed) == re.sub(timed, "", shown)
