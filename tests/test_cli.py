@@ -126,7 +126,7 @@ def test_an_answer_and_tables_for_people() -> None:
         "12 of the 693 steps that microbatching would cut are unsafe at the cut. vLLM 0.34, which has no "
         "rule, lets all 12 through unguarded; vLLM's rule of 0.28 to 0.33 lets none through and refuses 1 "
         "step needlessly. With ubatch-guard (reorder) 693 run split and none of them is unsafe: 100 % of "
-        "their tokens keep the overlap, 98.4 % under that rule."
+        "their tokens keep the overlap (98.4 % under that rule)."
     )
 
 

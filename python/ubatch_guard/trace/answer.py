@@ -61,10 +61,12 @@ def answer(audit: TraceAudit, policy: Policy) -> str:
             + (f"; {audit.hazardous_any_cut:,} can become so by padding" if audit.hazardous_any_cut else "")
             + f". {OLD_RULE[0].upper()}{OLD_RULE[1:]} {needless or 'refuses none needlessly'}."
         )
+    under_rule = _percent(audit.engine_kept_tokens, audit.eligible_tokens)
+    unsafe = ", the unsafe ones among them" if audit.engine_missed else ""
     return (
         f"{first} With ubatch-guard ({policy.value}) {audit.kept:,} run split and none of them is unsafe: "
-        f"{_percent(audit.kept_tokens, audit.eligible_tokens)} of their tokens keep the overlap, "
-        f"{_percent(audit.engine_kept_tokens, audit.eligible_tokens)} under that rule."
+        f"{_percent(audit.kept_tokens, audit.eligible_tokens)} of their tokens keep the overlap "
+        f"({under_rule} under that rule{unsafe})."
     )
 
 
