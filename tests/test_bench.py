@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -155,12 +156,29 @@ def test_the_table_names_every_case(
     pytest.importorskip("rich")
     monkeypatch.setattr(bench, "CASES", CASES[:2])
     monkeypatch.setattr(bench, "HOOK_CASES", HOOK_CASES[:1])
-    assert _run("--rounds", "1") == 0
+    for figures in ("growth", "upkeep"):
+        monkeypatch.setattr(bench, figures, lambda _: iter(()))
+    assert _run("--all", "--rounds", "1") == 0
     out = capsys.readouterr().out
     assert out.count("decode256-shuffled") == 2
     assert "(>= 20)" in out
     assert "hooks-v1-64" in out
     assert "(<= 3)" in out
+
+
+def test_three_lines_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--rounds", "1") == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    number = r"\d[\d.,]*"
+    assert re.fullmatch(
+        rf"256 decodes: vLLM's rule {number} us, the guard {number} us \({number} times as fast\)", first
+    )
+    rule, guard, ratio = (
+        float(found.replace(",", "")) for found in re.findall(rf"({number}) (?:us|times)", second)
+    )
+    assert ratio == pytest.approx(rule / guard, rel=0.02)
+    assert ratio > 100
+    assert re.fullmatch(rf"256 decodes, all hooks of Model Runner V2: {number} us a step", third)
 
 
 @pytest.mark.parametrize("rounds", ["0", "-1", "x"])

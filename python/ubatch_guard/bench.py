@@ -28,12 +28,13 @@ from ubatch_guard.cases import (
     CONTEXTS,
     DECODE_THRESHOLD,
     Case,
+    by_name,
     cuts_of,
     hit_of_context,
     of_context,
     rows_of,
 )
-from ubatch_guard.hook_cases import HOOK_CASES, NUM_STEPS, HookCase, HookSubjects
+from ubatch_guard.hook_cases import HOOK_CASES, NUM_STEPS, HookCase, HookSubjects, hook_case
 from ubatch_guard.step import KVCacheGroup, Step
 
 Call = Callable[[], object]
@@ -67,6 +68,12 @@ GOALS = {
     "long1024": Goal(mirror=1000, floor=3),
     "rag512": Goal(mirror=1000, floor=3),
 }
+
+IN_SHORT = {
+    "decode256": "256 decodes",
+    "mixed256": "224 decodes, 24 readers of 8k tokens, 8 writers",
+}
+HOOKS_IN_SHORT = "hooks-v2-256"
 
 HOOKS_DECODES_GOAL = {"v1": 3.0}
 """All hooks of a step without new requests, against vLLM's rule in numpy."""
@@ -396,8 +403,12 @@ def memory() -> Iterator[Figure]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = "Time the guard against vLLM's own rule, in numpy, on this machine."
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--all", action="store_true", help="also growth, upkeep and memory of the mirror")
+    parser.add_argument("--json", action="store_true", help="every case, one JSON object a line")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every case in tables, with the goals, and growth, upkeep and memory of the mirror",
+    )
     parser.add_argument(
         "--rounds", type=_positive, default=15, help="samples that a median is taken of (default 15)"
     )
@@ -420,9 +431,24 @@ def run(args: argparse.Namespace) -> int:
         lines: Iterator[CaseResult | HooksResult | Figure] = itertools.chain(results, hooks, figures)
         for line in lines:
             print(json.dumps(asdict(line)), flush=True)
+    elif not args.all:
+        _print_in_short(args.rounds)
     else:
         _print_tables(list(results), list(hooks), list(figures))
     return 0
+
+
+def _print_in_short(rounds: int) -> None:
+    """Three lines: a step as there are most, one with readers, and what a step of vLLM pays in all."""
+    for name, what in IN_SHORT.items():
+        result = measure(by_name(name), rounds)
+        print(
+            f"{what}: vLLM's rule {_digits(result.numpy_us)} us, the guard {_digits(result.mirror_us)} us "
+            f"({_digits(result.mirror_ratio)} times as fast)",
+            flush=True,
+        )
+    hooks = measure_hooks(hook_case(HOOKS_IN_SHORT), rounds)
+    print(f"256 decodes, all hooks of Model Runner V2: {_digits(hooks.hooks_us)} us a step")
 
 
 def _print_tables(
