@@ -25,6 +25,7 @@ FLOORS = [
     {"runner_mixin"},
     {"cases", "hook_cases"},
     {"engine", "bench"},
+    {"simulate"},
     {"cli"},
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SUMMARIES = {
     "audit": "count unsafe steps in step traces",
+    "simulate": "count them for the requests of a log, without an engine",
     "demo": "show the hazard and its cure on a small torch model",
     "doctor": "say whether the vLLM installed here is guarded",
     "bench": "time the guard against vLLM's own rule",
@@ -124,6 +125,7 @@ def _from_module(name: str) -> Callable[[argparse.ArgumentParser], Command]:
 
 _COMMANDS = {
     "audit": _from_module("ubatch_guard.trace.command"),
+    "simulate": _from_module("ubatch_guard.simulate.command"),
     "demo": _from_module("ubatch_guard.engine.demo"),
     "doctor": _from_module("ubatch_guard.vllm.doctor"),
     "bench": _from_module("ubatch_guard.bench"),

@@ -152,6 +152,14 @@ class KVCacheManager:
 
     def _longest_hit(self, group: int, request: Request, num_blocks: int) -> int:
         """The most leading blocks, at most ``num_blocks``, of which all that can be seen are cached."""
+        if isinstance(self._specs[group], FullAttentionSpec):
+            hashes = request.block_hashes
+            misses = (
+                column
+                for column in range(num_blocks)
+                if self.pool.cached_block(group, hashes[column]) is None
+            )
+            return next(misses, num_blocks)
         length = num_blocks
         column = num_blocks - 1
         while column >= self._num_skipped_blocks(group, length * self._block_size):

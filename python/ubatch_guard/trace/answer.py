@@ -59,7 +59,7 @@ def answer(audit: TraceAudit, policy: Policy) -> str:
         first = (
             f"None of the {_steps(audit.eligible)} that microbatching would cut is unsafe at the cut"
             + (f"; {audit.hazardous_any_cut:,} can become so by padding" if audit.hazardous_any_cut else "")
-            + f". {OLD_RULE[0].upper()}{OLD_RULE[1:]} {needless or 'refuses none needlessly'}."
+            + f". The rule of vLLM 0.28 to 0.33 {needless or 'refuses none needlessly'}."
         )
     under_rule = _percent(audit.engine_kept_tokens, audit.eligible_tokens)
     unsafe = ", the unsafe ones among them" if audit.engine_missed else ""
