@@ -319,17 +319,6 @@ def long_name(scene: Scene) -> Iterator[None]:
     ends(scene)
 
 
-@fault(
-    "the trace's pattern is wrong",
-    settings={"trace": "t.{PID}.jsonl"},
-    at_start=True,
-    says="unknown placeholder",
-)
-def wrong_pattern(scene: Scene) -> Iterator[None]:
-    yield
-    ends(scene)
-
-
 @fault("request ids are integers", settings={"trace": "t.jsonl"}, at_start=True)
 def ids_are_integers(scene: Scene) -> Iterator[None]:
     scene.drill.name_of = hash

@@ -40,6 +40,7 @@ def test_modes(mode: str, policy: Policy | None) -> None:
         ("VERIFY", "-1"),
         ("VERIFY", "1.5"),
         ("TRACE_MAX_BYTES", "0"),
+        ("TRACE", "/tmp/steps-{rnk}-{pid}.jsonl"),
         ("STRICT", "maybe"),
         ("LOG_INTERVAL", "soon"),
         ("LOG_INTERVAL", "inf"),

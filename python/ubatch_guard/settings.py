@@ -17,6 +17,9 @@ _LOG_INTERVAL = 60.0
 _DAY = 86400.0
 _MAX_DEMOTED_TOKENS = 65536
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
+TRACE_PLACEHOLDERS = ("{pid}", "{rank}")
+"""What a path pattern of traces may hold."""
 _POLICIES: dict[str, Policy | None] = {"off": None, **{policy.value: policy for policy in Policy}}
 _KNOWN = {
     "MODE",
@@ -30,6 +33,11 @@ _KNOWN = {
     "RUNNERS",
     "POISON",
 }
+
+
+def unknown_placeholder(pattern: str) -> str | None:
+    """The first placeholder of a trace's path pattern that nothing is known to fill."""
+    return next((found for found in _PLACEHOLDER.findall(pattern) if found not in TRACE_PLACEHOLDERS), None)
 
 
 class SettingsError(ValueError):
@@ -78,6 +86,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingsError(f"{name} is {value}; it is at least {least}")
+        if self.trace is not None and (unknown := unknown_placeholder(self.trace)) is not None:
+            raise SettingsError(
+                f"{_PREFIX}TRACE is {self.trace!r}, with the unknown placeholder {unknown}; known are "
+                + " and ".join(TRACE_PLACEHOLDERS)
+            )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import os
 import queue
-import re
 import secrets
 import threading
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ubatch_guard.log import described, say
+from ubatch_guard.settings import unknown_placeholder
 from ubatch_guard.trace.format import TraceHeader
 from ubatch_guard.trace.lines import check_line
 from ubatch_guard.trace.records import Admission, Appended, Changes, StepRecord
@@ -26,7 +26,6 @@ _QUEUE_STEPS = 1024
 _MOST_SERIALS = 10_000
 _NAMES_KEPT = 1 << 14
 _CLOSED = "closed"
-_PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
 
 
 class StepRecorder:
@@ -276,9 +275,9 @@ def trace_path(pattern: str, rank: str, serial: int = 0) -> Path:
     Raises:
         ValueError: The pattern has another placeholder, or ``rank`` a path separator.
     """
-    unknown = [found for found in _PLACEHOLDER.findall(pattern) if found not in ("{pid}", "{rank}")]
-    if unknown:
-        raise ValueError(f"unknown placeholder {unknown[0]} in {pattern!r}; known are {{pid}} and {{rank}}")
+    unknown = unknown_placeholder(pattern)
+    if unknown is not None:
+        raise ValueError(f"unknown placeholder {unknown} in {pattern!r}; known are {{pid}} and {{rank}}")
     if "/" in rank or "\0" in rank:
         raise ValueError(f"rank {rank!r} cannot be part of a file name")
     folder, separator, name = pattern.rpartition("/")
