@@ -37,8 +37,8 @@ test:  ## Every test and check that needs no vLLM
 lint: build  ## Formatting, linters, types, stubs
 	cargo fmt --check
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
-	$(BIN)/ruff format --check python tests benches scripts contrib
-	$(BIN)/ruff check python tests benches scripts contrib
+	$(BIN)/ruff format --check python tests benches scripts contrib examples
+	$(BIN)/ruff check python tests benches scripts contrib examples
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml ubatch_guard._core
 	cargo clippy -q --all-targets -- -D warnings

@@ -126,3 +126,19 @@ def test_the_readme_shows_what_its_commands_print() -> None:
         # Times are those of the machine.
         timed = r"took \d+ us \(median\) and \d+ us"
         assert re.sub(timed, "", printed) == re.sub(timed, "", shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("own_cut", "instead of 56, cut at 80\n"),
+        ("from_a_log", "128 steps, 1 would be cut, 1 unsafe, 1 kept split\n"),
+    ],
+)
+def test_the_examples_run(name: str, printed: str) -> None:
+    run = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.endswith(printed)
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {"own_cut", "from_a_log"}
