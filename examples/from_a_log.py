@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 from ubatch_guard.simulate.requests import LogOptions, RequestLog
 from ubatch_guard.simulate.steps import EngineOptions, Simulation
-from ubatch_guard.trace.audit import AuditedStep, Auditor, AuditOptions
+from ubatch_guard.trace.audit import AuditedStep, AuditOptions, Auditor
 
 # Eight questions behind one long preamble, all at once; your own log goes here.
 LOG = "".join(f'{{"prompt": "{"preamble " * 400}question {number}"}}\n' for number in range(8))
@@ -15,9 +15,8 @@ def tell(step: AuditedStep) -> None:
     """Print who reads whose blocks in a step that is unsafe at its cut."""
     if step.verdict is not None and step.hazardous:
         cuts, ids = step.verdict.unsafe[0], step.record.request_ids
-        print(
-            f"cuts {cuts.first} to {cuts.last}: request {ids[cuts.reader]} reads what {ids[cuts.writer]} writes"
-        )
+        reader, writer = ids[cuts.reader], ids[cuts.writer]
+        print(f"cuts {cuts.first} to {cuts.last}: request {reader} reads what {writer} writes")
 
 
 with TemporaryDirectory() as folder:
