@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from ubatch_guard.commands.audit import EXAMPLE
+from ubatch_guard.report.answer import print_audits
 from ubatch_guard.step import Policy
-from ubatch_guard.trace.answer import print_audits
 from ubatch_guard.trace.audit import TraceAudit
-from ubatch_guard.trace.command import EXAMPLE
 
 TRACES = Path(__file__).parent / "traces"
 MICRO = TRACES / "micro"
@@ -418,7 +418,7 @@ def test_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert result.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("module", ["argparse", "numpy", "ubatch_guard._core", "ubatch_guard.trace.command"])
+@pytest.mark.parametrize("module", ["argparse", "numpy", "ubatch_guard._core", "ubatch_guard.commands.audit"])
 def test_an_interrupt_while_modules_are_loaded_ends_quietly(module: str) -> None:
     """The interrupt comes just when ``module`` is looked for."""
     prelude = textwrap.dedent(

@@ -25,6 +25,7 @@ _SUMMARIES = {
     "bench": "time the guard against vLLM's own rule",
 }
 _EXTRA_OF_MODULE = {
+    "plotly": "report",
     "prometheus_client": "metrics",
     "rich": "cli",
     "safetensors": "engine",
@@ -124,8 +125,8 @@ def _from_module(name: str) -> Callable[[argparse.ArgumentParser], Command]:
 
 
 _COMMANDS = {
-    "audit": _from_module("ubatch_guard.trace.command"),
-    "simulate": _from_module("ubatch_guard.simulate.command"),
+    "audit": _from_module("ubatch_guard.commands.audit"),
+    "simulate": _from_module("ubatch_guard.commands.simulate"),
     "demo": _from_module("ubatch_guard.engine.demo"),
     "doctor": _from_module("ubatch_guard.vllm.doctor"),
     "bench": _from_module("ubatch_guard.bench"),

@@ -89,17 +89,32 @@ def unsafe_cuts(step: Step, cuts: CutRange | None = None) -> tuple[UnsafeCuts, .
     return tuple(result)
 
 
+def last_writes(step: Step) -> dict[tuple[int, int], int]:
+    """Who reads whom, and until when the writer has still to write what is read.
+
+    Returns:
+        By pair ``(reader, writer)`` of batch positions, the token offset of the last write by the writer to a
+        slot that the reader reads. The pair is the wrong way round at the cuts from one above the reader's
+        first token offset up to this one.
+
+    Raises:
+        GuardError: As :func:`unsafe_cuts`.
+    """
+    last: dict[tuple[int, int], int] = {}
+    for reader, conflicts in _conflicts(step, _requests(step)):
+        for conflict in conflicts:
+            pair = reader.position, conflict.writer
+            last[pair] = max(last.get(pair, 0), conflict.offset)
+    return last
+
+
 def dependencies(step: Step) -> frozenset[tuple[int, int]]:
     """The pairs ``(reader, writer)`` of batch positions: the reader reads a slot that the writer writes.
 
     Raises:
         GuardError: As :func:`unsafe_cuts`.
     """
-    return frozenset(
-        (reader.position, conflict.writer)
-        for reader, conflicts in _conflicts(step, _requests(step))
-        for conflict in conflicts
-    )
+    return frozenset(last_writes(step))
 
 
 def order(step: Step, phases: Sequence[int] | None = None) -> tuple[int, ...] | None:

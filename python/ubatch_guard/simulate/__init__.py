@@ -1,5 +1,5 @@
 """What microbatching would do to the requests of a log: they are scheduled without a model, and audited.
 
-``requests`` reads logs, ``steps`` schedules them with the embedded engine's scheduler, ``command`` is
-``ubatch-guard simulate``. Nothing here needs torch.
+``requests`` reads logs, ``steps`` schedules them with the embedded engine's scheduler. Nothing here needs
+torch.
 """

@@ -65,12 +65,27 @@ class Replay:
         """Apply a record that a :class:`~ubatch_guard.trace.reader.TraceReader` gave, in its order.
 
         Returns:
+            The step, as `step_of` gives it.
+
+        Raises:
+            TooWideError: See there.
+        """
+        self.apply(record)
+        return self.step_of(record)
+
+    def apply(self, record: StepRecord) -> None:
+        """Take over what became of the rows before a step; records come in their order."""
+        apply_changes(self._rows, record.changes)
+
+    def step_of(self, record: StepRecord) -> Step:
+        """The record applied last as a step.
+
+        Returns:
             The step; its block tables are int32, as wide as the longest row and zero past each row's end.
 
         Raises:
             TooWideError: See there.
         """
-        apply_changes(self._rows, record.changes)
         rows_of_batch = [self._rows[request_id] for request_id in record.request_ids]
         widths = [
             max((len(rows[group]) for rows in rows_of_batch), default=0) for group in range(len(self.groups))

@@ -14,14 +14,14 @@ from dataclasses import asdict, fields
 from itertools import islice
 from typing import Any
 
+from ubatch_guard.commands.arguments import add_audit_arguments, audit_options, whole_number
+from ubatch_guard.commands.progress import progress
+from ubatch_guard.report.answer import print_audits, printable
 from ubatch_guard.simulate.requests import LogOptions, RequestLog
 from ubatch_guard.simulate.steps import EngineOptions, Simulation, TooLargeError
 from ubatch_guard.step import Policy
-from ubatch_guard.trace.answer import print_audits, printable
-from ubatch_guard.trace.arguments import add_audit_arguments, audit_options, whole_number
 from ubatch_guard.trace.audit import Auditor, TraceAudit
 from ubatch_guard.trace.format import TraceError
-from ubatch_guard.trace.progress import progress
 from ubatch_guard.trace.writer import TraceWriter
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}

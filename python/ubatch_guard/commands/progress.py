@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from ubatch_guard.trace.answer import printable
+from ubatch_guard.report.answer import printable
 
 _PROGRESS_STEPS = 16
 

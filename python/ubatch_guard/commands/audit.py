@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from ubatch_guard import trace
+from ubatch_guard.commands.arguments import add_audit_arguments, audit_options
+from ubatch_guard.commands.progress import progress
+from ubatch_guard.report.answer import print_audits, printable
 from ubatch_guard.step import Verdict
-from ubatch_guard.trace.answer import print_audits, printable
-from ubatch_guard.trace.arguments import add_audit_arguments, audit_options
 from ubatch_guard.trace.audit import (
     AuditedStep,
     audit_trace,
 )
 from ubatch_guard.trace.format import TraceError
-from ubatch_guard.trace.progress import progress
 from ubatch_guard.trace.reader import TraceReader
 
 _IF_KNOWN = ("cut", "cut_unsafe")
 """Counts that only traces of version 2 have; left out where they are not known."""
-EXAMPLE = os.path.join(os.path.dirname(__file__), "data", "example.jsonl.gz")
+EXAMPLE = os.path.join(os.path.dirname(trace.__file__), "data", "example.jsonl.gz")
 """The first 59 steps of tests/traces/grpo-t128-b64.jsonl.gz."""
 
 

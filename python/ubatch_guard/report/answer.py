@@ -123,6 +123,14 @@ def printable(text: str) -> str:
     )
 
 
+def shortened(name: str, width: int) -> str:
+    """A name without its middle, if it is too long: names of traces differ at their ends."""
+    if len(name) <= width:
+        return name
+    tail = (width - 3) // 2
+    return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"
+
+
 def _rule_rows(audit: TraceAudit, policy: Policy) -> Iterator[Row]:
     """A row for each way to treat the eligible steps."""
 
@@ -186,15 +194,7 @@ def _print_table(
         if number == 2 or (total_row and number == len(table) - 1):
             print(rule)
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True)]
-        print(gap.join([_shortened(row[0], first).ljust(first), *cells]).rstrip())
-
-
-def _shortened(name: str, width: int) -> str:
-    """A name without its middle, if it is too long: names of traces differ at their ends."""
-    if len(name) <= width:
-        return name
-    tail = (width - 3) // 2
-    return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"
+        print(gap.join([shortened(row[0], first).ljust(first), *cells]).rstrip())
 
 
 def _print_wrapped(text: str) -> None:

@@ -1,0 +1,1 @@
+"""The commands that read traces and logs: ``audit`` and ``simulate``."""
