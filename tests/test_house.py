@@ -31,7 +31,13 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 # vLLM's own classes are driven with tensors (doctor --prove).
-ROOMS_OF = {"torch": {"engine", "vllm"}, "safetensors": {"engine"}, "vllm": {"vllm"}, "plotly": {"report"}, "transformers": set()}
+ROOMS_OF = {
+    "torch": {"engine", "vllm"},
+    "safetensors": {"engine"},
+    "vllm": {"vllm"},
+    "plotly": {"report"},
+    "transformers": set(),
+}
 
 
 def _modules() -> list[tuple[str, ast.Module]]:

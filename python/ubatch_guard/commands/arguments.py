@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ubatch_guard.commands.pictures import add_picture_arguments
 from ubatch_guard.step import Policy
 from ubatch_guard.trace.audit import DBO_DECODE_TOKEN_THRESHOLD, DBO_PREFILL_TOKEN_THRESHOLD, AuditOptions
 
@@ -42,6 +43,7 @@ def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also show what becomes of the overlap with up to N data-parallel ranks, 1 to 65,536",
     )
+    add_picture_arguments(parser)
 
 
 def audit_options(args: argparse.Namespace) -> AuditOptions:

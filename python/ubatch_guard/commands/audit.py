@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ubatch_guard import trace
 from ubatch_guard.commands.arguments import add_audit_arguments, audit_options
+from ubatch_guard.commands.errors import say_error
+from ubatch_guard.commands.pictures import NotWrittenError, Pictures, pictures, refuse_overwriting
 from ubatch_guard.commands.progress import progress
 from ubatch_guard.report.answer import print_audits, printable
 from ubatch_guard.step import Verdict
@@ -63,23 +63,37 @@ def run(args: argparse.Namespace) -> int:
     """Audit the traces; the exit status."""
     if not args.traces and not args.example:
         args.usage("a TRACE is needed, or --example")
+    paths = [*([EXAMPLE] if args.example else []), *args.traces]
+    refuse_overwriting(args, paths)
+    try:
+        with pictures(args, len(paths)) as drawn:
+            return _audit(paths, args, drawn)
+    except NotWrittenError as error:
+        say_error(error)
+        return 2
+
+
+def _audit(paths: Sequence[str], args: argparse.Namespace, drawn: Pictures | None) -> int:
     options = replace(audit_options(args), reference=args.engine == "reference", partial=args.partial)
     audits = []
     status = 0
-    for path in [*([EXAMPLE] if args.example else []), *args.traces]:
+    for path in paths:
         unsafe: list[dict[str, Any]] = []
-        on_audited = _explain(path, unsafe, as_json=args.json) if args.explain else None
+        observers = [_explain(path, unsafe, as_json=args.json)] if args.explain else []
+        if drawn is not None:
+            drawn.begin(os.path.basename(path))
+            observers.append(drawn.add)
         try:
             with progress(path, shown=args.json or not args.explain) as show:
                 on_step = None if show is None else _teller(show)
-                audit = audit_trace(path, options, on_audited=on_audited, on_step=on_step)
+                audit = audit_trace(path, options, on_audited=_all(observers), on_step=on_step)
         except TraceError as error:
-            # What is left to say it to may be closed.
-            with contextlib.suppress(OSError):
-                print(printable(str(error)), file=sys.stderr)
+            say_error(error)
             status = 2
             continue
         audits.append(audit)
+        if drawn is not None:
+            drawn.audited(audit)
         if args.json:
             line: dict[str, Any] = {
                 key: value
@@ -92,6 +106,17 @@ def run(args: argparse.Namespace) -> int:
     if audits and not args.json:
         print_audits(audits, options.policy, args.ranks)
     return status
+
+
+def _all(observers: Sequence[Callable[[AuditedStep], None]]) -> Callable[[AuditedStep], None] | None:
+    if len(observers) < 2:
+        return observers[0] if observers else None
+
+    def observe(step: AuditedStep) -> None:
+        for observer in observers:
+            observer(step)
+
+    return observe
 
 
 def _teller(show: Callable[[Callable[[], int]], None]) -> Callable[[TraceReader], None]:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -15,6 +14,8 @@ from itertools import islice
 from typing import Any
 
 from ubatch_guard.commands.arguments import add_audit_arguments, audit_options, whole_number
+from ubatch_guard.commands.errors import say_error
+from ubatch_guard.commands.pictures import NotWrittenError, Pictures, pictures, refuse_overwriting
 from ubatch_guard.commands.progress import progress
 from ubatch_guard.report.answer import print_audits, printable
 from ubatch_guard.simulate.requests import LogOptions, RequestLog
@@ -109,19 +110,28 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and audit each log; the exit status."""
     if args.trace and len(args.requests) > 1:
         args.usage("--trace keeps the steps of one log")
-    if args.trace and os.path.exists(args.trace) and os.path.samefile(args.trace, args.requests[0]):
-        args.usage("--trace would overwrite the log")
+    refuse_overwriting(args, args.requests)
+    try:
+        with pictures(args, len(args.requests)) as drawn:
+            return _simulate_all(args, drawn)
+    except NotWrittenError as error:
+        say_error(error)
+        return 2
+
+
+def _simulate_all(args: argparse.Namespace, drawn: Pictures | None) -> int:
     audits = []
     status = 0
     for path in args.requests:
         try:
-            audit, figures = _simulate(path, args)
+            audit, figures = _simulate(path, args, drawn)
         except TraceError as error:
-            with contextlib.suppress(OSError):
-                print(printable(str(error)), file=sys.stderr)
+            say_error(error)
             status = 2
             continue
         audits.append(audit)
+        if drawn is not None:
+            drawn.audited(audit)
         if args.json:
             line = {key: value for key, value in asdict(audit).items() if value is not None}
             print(json.dumps({**line, **figures}), flush=True)
@@ -133,7 +143,9 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _simulate(path: str, args: argparse.Namespace) -> tuple[TraceAudit, dict[str, float]]:
+def _simulate(
+    path: str, args: argparse.Namespace, drawn: Pictures | None
+) -> tuple[TraceAudit, dict[str, float]]:
     """The audit of a log's steps, and what else is known of them."""
     options = EngineOptions(
         max_num_seqs=args.max_num_seqs,
@@ -155,6 +167,8 @@ def _simulate(path: str, args: argparse.Namespace) -> tuple[TraceAudit, dict[str
         output_length=args.output_length,
     )
     name = os.path.basename(path)
+    if drawn is not None:
+        drawn.begin(name)
     began = time.perf_counter()
     with (
         RequestLog(path, log_options) as log,
@@ -162,7 +176,12 @@ def _simulate(path: str, args: argparse.Namespace) -> tuple[TraceAudit, dict[str
         _writer(args.trace, options, name) as keep,
     ):
         simulation = Simulation(islice(log, args.limit), options)
-        auditor = Auditor(name, options.header(name), audit_options(args))
+        auditor = Auditor(
+            name,
+            options.header(name),
+            audit_options(args),
+            on_audited=None if drawn is None else drawn.add,
+        )
         try:
             for number, record in enumerate(simulation, 2):  # as the lines of the trace are counted
                 auditor.step(record, number)

@@ -10,13 +10,12 @@ from itertools import pairwise
 from ubatch_guard import reference
 from ubatch_guard.step import CutRange, Reason, UnsafeCuts, Verdict
 from ubatch_guard.trace.audit import AuditedStep
-from ubatch_guard.trace.format import TraceHeader
 from ubatch_guard.trace.replay import Replay, TooWideError
 
 MAX_BINS = 2000
 """Most bins of a time line; a longer trace gets wider ones."""
 MAX_OPENED = 24
-"""Most steps of a kind that are opened; they are spread evenly over all of their kind."""
+"""Most steps of a kind that are opened, unless told otherwise."""
 MAX_CULPRITS = 100_000
 """Most requests that are counted; beyond that, those counted least are forgotten."""
 
@@ -135,8 +134,9 @@ class OpenedStep:
 class _Spread:
     """Keeps some of many, spread evenly: every k-th, with k doubled whenever there are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self.kept: list[OpenedStep] = []
+        self._most = most
         self._every = 1
         self._seen = 0
 
@@ -147,8 +147,8 @@ class _Spread:
 
     def keep(self, step: OpenedStep) -> None:
         self.kept.append(step)
-        if len(self.kept) > MAX_OPENED:
-            # Those kept are the first, and every k-th after it.
+        if len(self.kept) > self._most:
+            # An odd number: the first, and every k-th after it up to the last. So they stay after halving.
             self.kept = self.kept[::2]
             self._every *= 2
 
@@ -157,20 +157,24 @@ class TracePicture:
     """What there is to be seen of one trace.
 
     Args:
-        header: What its steps have in common.
+        most_opened: Most steps of a kind that are opened, an even number; spread over all of their kind.
 
     Attributes:
         time_line: All steps.
+        unsafe_tokens: Tokens of the steps that are unsafe at the engine's own cut.
+        missed_tokens: Those of them in steps that vLLM's old rule lets through.
         readers: By request, the unsafe steps in which it is the culprit that reads.
         writers: The same for the culprit that writes.
     """
 
-    def __init__(self, header: TraceHeader) -> None:
+    def __init__(self, most_opened: int = MAX_OPENED) -> None:
         self.time_line = TimeLine()
+        self.unsafe_tokens = 0
+        self.missed_tokens = 0
         self.readers: Counter[str] = Counter()
         self.writers: Counter[str] = Counter()
-        self._replay = Replay(header)
-        self._opened = {True: _Spread(), False: _Spread()}
+        self._replay: Replay | None = None
+        self._opened = {True: _Spread(most_opened), False: _Spread(most_opened)}
 
     @property
     def opened(self) -> list[OpenedStep]:
@@ -184,9 +188,14 @@ class TracePicture:
         Raises:
             MemoryError: There is no memory for the rows.
         """
+        if self._replay is None:
+            self._replay = Replay(step.header)
         self._replay.apply(step.record)
         verdict = step.verdict
-        self.time_line.add(_kind(verdict), step.record.num_tokens, unsafe=step.hazardous)
+        tokens = step.record.num_tokens
+        self.time_line.add(kind_of(verdict), tokens, unsafe=step.hazardous)
+        self.unsafe_tokens += tokens * step.hazardous
+        self.missed_tokens += tokens * (step.hazardous and step.record.vllm_allows)
         if verdict is None or not verdict.unsafe:
             return
         ids = step.record.request_ids
@@ -194,48 +203,21 @@ class TracePicture:
         _count(self.writers, {ids[cuts.writer] for cuts in verdict.unsafe})
         spread = self._opened[verdict.allow]
         if spread.wants_next():
-            spread.keep(self._open(step, verdict))
+            spread.keep(self._open(step, verdict, self._replay))
 
-    def _open(self, step: AuditedStep, verdict: Verdict) -> OpenedStep:
+    def _open(self, step: AuditedStep, verdict: Verdict, replay: Replay) -> OpenedStep:
         order = verdict.order
         return OpenedStep(
             line=step.line,
             number=self.time_line.steps,
             num_tokens=step.record.num_tokens,
-            cuts=engine_cuts(step),
+            cuts=step.cuts,
             feasible=step.feasible,
             unsafe=verdict.unsafe,
             reason=verdict.reason,
-            before=self._batch(step, range(len(step.record.request_ids))),
-            after=None if order is None else self._batch(step, order.permutation),
+            before=_batch(step, replay, range(len(step.record.request_ids))),
+            after=None if order is None else _batch(step, replay, order.permutation),
         )
-
-    def _batch(self, step: AuditedStep, permutation: Sequence[int]) -> Batch:
-        record = step.record
-        bars = []
-        first = 0
-        for position in permutation:
-            scheduled = int(record.num_scheduled_tokens[position])
-            computed = int(record.num_computed_tokens[position])
-            bars.append(Bar(record.request_ids[position], position, first, scheduled, computed))
-            first += scheduled
-        try:
-            last = reference.last_writes(self._replay.step_of(record).permuted(permutation))
-        except TooWideError:
-            return Batch(bars, None)
-        reads = [
-            Read(reader, writer, CutRange(bars[reader].first + 1, offset))
-            for (reader, writer), offset in sorted(last.items())
-        ]
-        return Batch(bars, reads)
-
-
-def engine_cuts(step: AuditedStep) -> list[int]:
-    """Where the engine cuts a step: where it did, or else at vLLM's multiples."""
-    if step.record.cuts:
-        return list(step.record.cuts)
-    cut = step.record.num_tokens // step.num_ubatches
-    return [index * cut for index in range(1, step.num_ubatches)] if cut else []
 
 
 def microbatches(cuts: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -243,7 +225,8 @@ def microbatches(cuts: Sequence[int], num_tokens: int) -> Iterator[tuple[int, in
     return pairwise([0, *cuts, num_tokens])
 
 
-def _kind(verdict: Verdict | None) -> int:
+def kind_of(verdict: Verdict | None) -> int:
+    """What becomes of a step, an index of `KINDS`."""
     if verdict is None:
         return KINDS.index("small")
     if not verdict.allow:
@@ -257,3 +240,23 @@ def _count(counts: Counter[str], ids: set[str]) -> None:
         kept = counts.most_common(MAX_CULPRITS // 2)
         counts.clear()
         counts.update(dict(kept))
+
+
+def _batch(step: AuditedStep, replay: Replay, permutation: Sequence[int]) -> Batch:
+    record = step.record
+    bars = []
+    first = 0
+    for position in permutation:
+        scheduled = int(record.num_scheduled_tokens[position])
+        computed = int(record.num_computed_tokens[position])
+        bars.append(Bar(record.request_ids[position], position, first, scheduled, computed))
+        first += scheduled
+    try:
+        last = reference.last_writes(replay.step_of(record).permuted(permutation))
+    except TooWideError:
+        return Batch(bars, None)
+    reads = [
+        Read(reader, writer, CutRange(bars[reader].first + 1, offset))
+        for (reader, writer), offset in sorted(last.items())
+    ]
+    return Batch(bars, reads)

@@ -68,21 +68,27 @@ class AuditedStep:
     Attributes:
         line: Line of the trace.
         record: The step.
-        num_ubatches: Microbatches it was to be split into.
+        header: What the steps of its trace have in common.
         verdict: What the guard says; its unsafe cuts are the feasible ones. None: the step is not eligible.
         hazardous: Unsafe at one of vLLM's own cuts.
     """
 
     line: int
     record: StepRecord
-    num_ubatches: int
+    header: TraceHeader
     verdict: Verdict | None
     hazardous: bool
 
     @property
     def feasible(self) -> CutRange:
         """The cuts that were asked about."""
-        return feasible_cuts(self.record.num_tokens, self.num_ubatches)
+        return feasible_cuts(self.record.num_tokens, self.header.num_ubatches)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """VLLM's own cuts, those that `hazardous` is about."""
+        cut = self.record.num_tokens // self.header.num_ubatches
+        return tuple(cut * index for index in range(1, self.header.num_ubatches)) if cut else ()
 
 
 @dataclass(slots=True)
@@ -190,7 +196,7 @@ class Auditor:
             hazardous = _is_hazardous(record, self._header.num_ubatches, verdict)
             _count(audit, record, verdict, hazardous=hazardous)
         if self._on_audited is not None:
-            self._on_audited(AuditedStep(line, record, self._header.num_ubatches, verdict, hazardous))
+            self._on_audited(AuditedStep(line, record, self._header, verdict, hazardous))
 
     def result(self) -> TraceAudit:
         """The counts of the steps so far."""
