@@ -52,7 +52,7 @@ def write_report(file: TextIO, reports: Sequence[TraceReport], policy: Policy) -
         "ranks": _plain(figures.ranks(audits, policy)),
         "traces": [
             {
-                "timeLine": _plain(figures.time_line(report.picture)),
+                "timeLine": _plain(figures.time_line(report.picture)) if report.picture.time_line.steps else None,
                 "opened": [
                     {
                         "number": step.number,
