@@ -52,7 +52,7 @@ def write_report(file: TextIO, reports: Sequence[TraceReport], policy: Policy) -
         "ranks": _plain(figures.ranks(audits, policy)),
         "traces": [
             {
-                "timeLine": _plain(figures.time_line(report.picture)) if report.picture.time_line.steps else None,
+                "timeLine": _time_line(report.picture),
                 "opened": [
                     {
                         "number": step.number,
@@ -79,6 +79,10 @@ def write_report(file: TextIO, reports: Sequence[TraceReport], policy: Policy) -
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     )
     file.write(page)
+
+
+def _time_line(picture: TracePicture) -> dict[str, Any] | None:
+    return _plain(figures.time_line(picture)) if picture.time_line.steps else None
 
 
 def _section(number: int, report: TraceReport) -> str:
