@@ -97,9 +97,9 @@ def _section(number: int, report: TraceReport) -> str:
     if picture.opened:
         parts += [
             "<h3>Inside the unsafe steps</h3>",
-            "<p>A bar is a request, as long as its tokens in the step. An arc goes from a request to one "
-            "whose blocks it reads. The arc is broken where the reader is computed in an earlier microbatch "
-            "than what it reads: it would read whatever the blocks held before.</p>",
+            "<p>A bar is a request, as long as its tokens in the step. An arc joins a request to one whose "
+            "blocks it reads. It is red where the cut puts the reader into an earlier microbatch than what "
+            "it reads: the reader would get whatever the blocks held before.</p>",
             '<p class="choice"><button type="button" data-move="-1">&larr;<span> previous</span></button>',
             f"<label>Step <select>{''.join(_options(picture.opened))}</select></label>",
             '<button type="button" data-move="1"><span>next </span>&rarr;</button></p>',
