@@ -208,3 +208,34 @@ def test_doctor_that_cannot_prove_says_why(found_vllm: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "cannot be driven here: SystemError: imported" in said
     assert len(said.splitlines()) <= 10
+
+
+def test_doctor_is_a_table_that_fits_80_columns(
+    found_vllm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == Exit.GUARDED
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("is guarded")
+    assert [line[:16].split() for line in lines[2:] if line[0] != " "] == [
+        ["ok", "model", "runner"],
+        ["ok", "plugin"],
+        ["ok", "mode"],
+        ["ok", "attention"],
+    ]
+    assert len(lines) <= 10
+    monkeypatch.setenv("UBATCH_GUARD_MODE", "observe")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert main(["doctor", "--verbose"]) == Exit.NOT_GUARDED
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].endswith("is NOT guarded")
+    assert "NO plugin        VLLM_PLUGINS leaves out ubatch_guard" in said
+    assert "-> set UBATCH_GUARD_MODE to reorder, or unset it" in said
+    assert f"({V2.module})" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_the_doctors_json_has_the_same_keys(found_vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == Exit.GUARDED
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["status", "vllm", "runner_in_use", "runners", "backends", "mode", "missing"]
+    assert found["missing"] == []

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from ubatch_guard.vllm.prove import Proof
 
 _GROUP, _NAME = "vllm.general_plugins", "ubatch_guard"
+_VLLM, _RUNNER, _PLUGIN, _MODE = "vLLM", "model runner", "plugin", "mode"
+_BACKENDS, _PROOF, _HISTORIES = "attention", "proof", "histories"
+_CHECKS = (_RUNNER, _PLUGIN, _MODE, _BACKENDS, _PROOF, _HISTORIES)
+_SOURCES_NEEDED = "install a vLLM that comes with its Python sources"
+_NOT_KNOWN = "look for a newer ubatch-guard; until then serve without --enable-dbo"
+_WRONG = "serve without --enable-dbo, and report it with the output of --verbose"
+_WIDTH, _NAME_WIDTH = 80, 14
 
 
 class Exit(enum.IntEnum):
@@ -33,6 +41,21 @@ class Exit(enum.IntEnum):
     GUARDED = 0
     NOT_GUARDED = 1
     NO_VLLM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What keeps this vLLM from being guarded.
+
+    Attributes:
+        check: The check that failed, one of `_CHECKS`.
+        what: What is missing or wrong.
+        remedy: What to do about it.
+    """
+
+    check: str
+    what: str
+    remedy: str = ""
 
 
 @dataclass(slots=True)
@@ -47,7 +70,7 @@ class Diagnosis:
         order_kept: Attention backends whose batch order stays as it is: a step with an unsafe cut is run
             whole.
         mode: ``UBATCH_GUARD_MODE``, or None where the environment is malformed.
-        missing: What keeps this vLLM from being guarded.
+        lacks: What keeps this vLLM from being guarded.
         proofs: What came of the steps that were driven; None: none was asked for.
         histories: Of random histories on vLLM's own scheduler, see `ubatch_guard.vllm.prove.histories`.
     """
@@ -58,16 +81,21 @@ class Diagnosis:
     reordered: list[str] = field(default_factory=list)
     order_kept: list[str] = field(default_factory=list)
     mode: str | None = None
-    missing: list[str] = field(default_factory=list)
+    lacks: list[Lack] = field(default_factory=list)
     proofs: list[Proof] | None = None
     histories: dict[str, Any] | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """What keeps this vLLM from being guarded, in words."""
+        return [lack.what for lack in self.lacks]
 
     @property
     def status(self) -> Exit:
         """Whether every step is guarded."""
         if self.vllm is None:
             return Exit.NO_VLLM
-        return Exit.NOT_GUARDED if self.missing else Exit.GUARDED
+        return Exit.NOT_GUARDED if self.lacks else Exit.GUARDED
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -99,7 +127,7 @@ def diagnose() -> Diagnosis:
     found = Diagnosis()
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        found.missing.append("vLLM is not installed")
+        found.lacks.append(Lack(_VLLM, "vLLM is not installed"))
         return found
     package = Path(spec.submodule_search_locations[0])
     found.vllm = _distribution()
@@ -110,17 +138,24 @@ def diagnose() -> Diagnosis:
                 found.runners.append(points)
         found.reordered, found.order_kept = backends_in_sources(package)
     except (OSError, SyntaxError, ValueError) as error:
-        found.missing.append(f"the sources of the model runners cannot be read: {error}")
-    if not found.runners and not found.missing:
+        what = f"the sources of the model runners cannot be read: {error}"
+        found.lacks.append(Lack(_RUNNER, what, _SOURCES_NEEDED))
+    if not found.runners and not found.lacks:
         known = [generation.module for generation in GENERATIONS]
         compiled = [g.module for g in GENERATIONS if g.source(package).with_suffix(".pyc").exists()]
-        found.missing += [f"the sources of {module}, which is there compiled" for module in compiled]
+        for module in compiled:
+            found.lacks.append(
+                Lack(_RUNNER, f"the sources of {module}, which is there compiled", _SOURCES_NEEDED)
+            )
         if not compiled:
-            found.missing.append(f"no model runner that is known ({', '.join(known)})")
+            found.lacks.append(
+                Lack(_RUNNER, f"no model runner that is known ({', '.join(known)})", _NOT_KNOWN)
+            )
     found.runner_in_use = _runner_in_use(found.runners)
     for points in found.runners:
         if points.runner in found.runner_in_use:
-            found.missing += [f"hook point {name} of {points.module}" for name in points.missing]
+            for name in points.missing:
+                found.lacks.append(Lack(_RUNNER, f"hook point {name} of {points.module}", _NOT_KNOWN))
     _look_at_environment(found)
     return found
 
@@ -164,16 +199,20 @@ def _prove(found: Diagnosis) -> None:
         # Said already.
         return
     except Exception as error:
-        found.missing.append(f"vLLM cannot be driven here: {type(error).__name__}: {error}")
+        what = f"vLLM cannot be driven here: {type(error).__name__}: {error}"
+        found.lacks.append(Lack(_PROOF, what, "see that `python -c 'import vllm'` works"))
         return
     for proof in found.proofs:
         if not proof.right and proof.runner in found.runner_in_use:
-            found.missing.append(f"proof: {proof.runner}, {proof.step} step: {proof.why}")
+            what = f"proof: {proof.runner}, {proof.step} step: {proof.why}"
+            found.lacks.append(Lack(_PROOF, what, _WRONG))
     if not found.proofs:
-        found.missing.append("proof: no model runner that is known could be imported")
+        what = "proof: no model runner that is known could be imported"
+        found.lacks.append(Lack(_PROOF, what, _NOT_KNOWN))
     unsafe = (found.histories or {}).get("unsafe_guarded", 0)
     if unsafe:
-        found.missing.append(f"proof: {unsafe} unsafe steps in random histories, in spite of the guard")
+        what = f"proof: {unsafe} unsafe steps in random histories, in spite of the guard"
+        found.lacks.append(Lack(_HISTORIES, what, _WRONG))
 
 
 def _distribution() -> str:
@@ -194,39 +233,87 @@ def _look_at_environment(found: Diagnosis) -> None:
     try:
         policy = Settings.from_environment().policy
     except SettingsError as error:
-        found.missing.append(str(error))
+        found.lacks.append(Lack(_MODE, str(error), "vLLM does not start until it is right"))
     else:
         found.mode = policy.value if policy else "off"
         if found.mode in ("off", "observe"):
-            found.missing.append(f"the mode is {found.mode}: vLLM's own verdict is in force")
+            what = f"the mode is {found.mode}: vLLM's own verdict is in force"
+            found.lacks.append(Lack(_MODE, what, "set UBATCH_GUARD_MODE to reorder, or unset it"))
     if not metadata.entry_points(group=_GROUP, name=_NAME):
-        found.missing.append(f"the entry point {_NAME} of {_GROUP} is not installed")
+        what = f"the entry point {_NAME} of {_GROUP} is not installed"
+        found.lacks.append(
+            Lack(_PLUGIN, what, "pip install ubatch-guard; a folder on PYTHONPATH is not enough")
+        )
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _NAME not in plugins.split(","):
-        found.missing.append(f"VLLM_PLUGINS leaves out {_NAME}")
+        what = f"VLLM_PLUGINS leaves out {_NAME}"
+        found.lacks.append(Lack(_PLUGIN, what, f"add {_NAME} to VLLM_PLUGINS, or unset it"))
 
 
 def _text(found: Diagnosis, verbose: bool) -> str:
     if found.vllm is None:
         return "vLLM is not installed: nothing to guard"
-    lines = [("vLLM", found.vllm)]
-    for points in found.runners:
-        vote = f"votes by {points.vote}" if points.vote else "does not microbatch, nothing to guard"
-        lines.append((f"runner {points.runner}", "not understood" if points.missing else vote))
-    lines += [("in use", found.runner_in_use or "unknown"), ("mode", found.mode or "malformed")]
-    kept = f", order kept for {len(found.order_kept)}" if found.order_kept else ""
-    lines.append(("backends", f"{len(found.reordered)} reordered{kept}"))
+    lines = [
+        f"{found.vllm} is guarded" if found.status is Exit.GUARDED else f"{found.vllm} is NOT guarded",
+        "",
+    ]
+    said = _said(found, verbose)
+    for check in _CHECKS:
+        lacks = [lack for lack in found.lacks if lack.check == check]
+        for lack in lacks:
+            lines += _row("NO", check, [lack.what, *([f"-> {lack.remedy}"] if lack.remedy else [])])
+        if check in said and not lacks:
+            lines += _row("ok", check, said[check])
+    return "\n".join(lines)
+
+
+def _said(found: Diagnosis, verbose: bool) -> dict[str, list[str]]:
+    """By check, what it found."""
+    runners = [points for points in found.runners if verbose or points.runner in found.runner_in_use]
+    kept = ", ".join(found.order_kept) if verbose or len(found.order_kept) < 3 else len(found.order_kept)
+    said = {
+        _RUNNER: [_runner_said(points, verbose) for points in runners],
+        _PLUGIN: ["installed, and vLLM loads it"],
+        _MODE: [_MODE_SAID.get(found.mode or "", "")],
+        _BACKENDS: [f"{len(found.reordered)} backends take batches that are reordered"],
+    }
+    if len(found.runners) > 1:
+        said[_RUNNER].append(f"in use: {found.runner_in_use}")
+    if kept:
+        said[_BACKENDS].append(f"unsafe steps run whole with {kept}, whose order stays")
     if verbose:
-        lines.append(("reordered", ", ".join(found.reordered) or "none"))
-        lines.append(("order kept", ", ".join(found.order_kept) or "none"))
+        said[_BACKENDS].append(f"reordered: {', '.join(found.reordered) or 'none'}")
     if found.proofs:
         right = sum(proof.right for proof in found.proofs)
-        lines.append(("proof", f"{right} of {len(found.proofs)} steps as they should be"))
+        said[_PROOF] = [f"{right} of {len(found.proofs)} steps of vLLM's own classes as they should be"]
         for proof in found.proofs if verbose else ():
             vote = {True: "may be cut", False: "runs whole", None: "not shown"}[proof.vote]
-            lines.append(("", f"{proof.runner} {proof.step}: {', '.join(proof.order)}: {vote} {proof.why}"))
+            said[_PROOF].append(f"{proof.runner} {proof.step}: {', '.join(proof.order)}: {vote} {proof.why}")
     if found.histories:
-        lines.append(("histories", found.histories["said"]))
-    lines += [("missing", what) for what in found.missing]
-    text = "\n".join(f"{name:<11} {value}".rstrip() for name, value in lines)
-    return f"{text}\n{'guarded' if found.status is Exit.GUARDED else 'NOT guarded'}"
+        said[_HISTORIES] = [found.histories["said"]]
+    return said
+
+
+_MODE_SAID = {
+    "veto": "veto: a step with an unsafe cut runs whole",
+    "reorder": "reorder: a step with an unsafe cut is reordered, or else runs whole",
+}
+
+
+def _runner_said(points: HookPoints, verbose: bool) -> str:
+    vote = f"hook points found, votes by {points.vote}" if points.vote else "does not microbatch"
+    if points.missing:
+        vote = f"not understood: {', '.join(points.missing)}"
+    where = f" ({points.module})" if verbose else ""
+    return f"{points.runner}: {vote}{where}"
+
+
+def _row(mark: str, check: str, said: list[str]) -> list[str]:
+    """A row of the table, wrapped."""
+    margin = f"{mark:<3}{check:<{_NAME_WIDTH}}"
+    text = [
+        line
+        for part in said
+        for line in textwrap.wrap(part, _WIDTH - len(margin), break_on_hyphens=False) or [""]
+    ]
+    return [f"{margin if number == 0 else ' ' * len(margin)}{line}" for number, line in enumerate(text)]
