@@ -88,6 +88,9 @@ def test_the_info_says_what_a_guard_is_now() -> None:
     export.info = Info("1.0", "veto", "v1", "yes")
     export(Counters())
     assert (said(mode="reorder", guarded="yes"), said(mode="veto", guarded="yes")) == (0, 1)
+    export.info = None
+    export(Counters())
+    assert (said(mode="reorder", guarded="yes"), said(mode="veto", guarded="yes")) == (0, 0)
 
 
 def test_metrics_that_cannot_be_made_cost_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -337,11 +337,19 @@ def ids_are_surrogates(scene: Scene) -> Iterator[None]:
 
 @fault("settings are exchanged while requests run", settings={"trace": "t.jsonl"}, says="ends:")
 def settings_exchanged(scene: Scene) -> Iterator[None]:
-    """The new guard's trace has no rows of those that run, and ends."""
+    """The new guard's trace has no rows of those that run, and ends; the old one's is whole and closed."""
     drill = scene.drill
+    old = drill.guard
+    recorder = old.recorder
+    assert recorder is not None
     drill.settings = drill.runner.ubatch_guard_settings = replace(drill.settings)
     yield
     ends(scene)
+    assert drill.guard is not old
+    assert not recorder.open
+    recorder.close()  # waits for the writer
+    with TraceReader(recorder.path) as trace:
+        assert sum(bool(step.request_ids) for step in trace) == old.counters.steps > 0
 
 
 # What the guard reads of the engine.

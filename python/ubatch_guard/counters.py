@@ -220,11 +220,12 @@ class CounterExport:
                 (metric.labels(*labels) if labels else metric).inc(gain)
                 exported[name, labels] = value
 
-    def set_info(self, info: Info, before: Info | None) -> None:
-        """Say what the guard is now, and that it is no more what it was."""
+    def set_info(self, info: Info | None, before: Info | None) -> None:
+        """Say what the guard is now (None: there is none), and that it is no more what it was."""
         if before is not None:
             self._info.labels(*astuple(before)).set(0)
-        self._info.labels(*astuple(info)).set(1)
+        if info is not None:
+            self._info.labels(*astuple(info)).set(1)
 
 
 @functools.cache
@@ -268,7 +269,7 @@ class GuardExport:
             if self._metrics is None:
                 return
             self._metrics.export(counters, self._exported)
-            if self.info is not None and self.info != self._exported_info:
+            if self.info != self._exported_info:
                 self._metrics.set_info(self.info, self._exported_info)
                 self._exported_info = self.info
         except Exception as error:

@@ -172,6 +172,11 @@ class RunnerGuard:
             self.rows.take_in()
         return self.rows.mirror
 
+    def retire(self) -> None:
+        """Another guard takes over: close the trace, and leave the metrics."""
+        self.trace.retire()
+        self.report.retire()
+
     @property
     def recorder(self) -> StepRecorder | None:
         """What writes the trace, with all steps that were voted on; None: nothing was recorded yet."""

@@ -49,6 +49,11 @@ class Report:
             self._logged.add(key)
             say(f"ubatch-guard: {message}", level)
 
+    def retire(self) -> None:
+        """Export the counts for the last time, and that this guard is no more."""
+        self._export.info = None
+        self._export(self._counters)
+
     def now_and_then(self) -> None:
         """Export and log the counts if it is time to."""
         now = time.monotonic_ns()

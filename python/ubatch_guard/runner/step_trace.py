@@ -99,6 +99,13 @@ class StepTrace:
         if not self.recorder.open:
             self.end(self.recorder.ended or "closed")
 
+    def retire(self) -> None:
+        """Write out what is recorded; another guard has the steps from here on."""
+        self.settle(None, None)
+        self.on = False
+        if self.recorder is not None:
+            self.recorder.close(timeout=0.0)
+
     def end(self, why: str) -> None:
         """Record no further step: a trace with a hole could not be replayed."""
         if self.on:

@@ -63,6 +63,8 @@ def attach(runner: Any, make_rows: MakeRows) -> Attachment:
     made = Attachment(settings, kv_cache_config, None)
     if attachment is not None:
         made.watched, made.withheld = attachment.watched, attachment.withheld
+        if attachment.guard is not None:
+            attachment.guard.retire()
     if settings.policy is not None:
         made.guard = _make_guard(runner, kv_cache_config, settings, make_rows)
     runner.__dict__[_KEY] = made
